@@ -1,0 +1,32 @@
+# make demo: set everything up, then train, measure and show three methods.   make test: the same, then the tests.
+PYTHON ?= python3
+# Another index or build of torch: make demo PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
+PIP_ARGS ?=
+# uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
+LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
+
+.PHONY: demo test slow lint docs clean
+
+demo: .venv/ready
+	.venv/bin/fedstill demo
+
+test: .venv/ready
+	.venv/bin/python -m pytest -n auto
+
+slow: .venv/ready
+	.venv/bin/python -m pytest -m slow
+
+lint: .venv/ready
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
+
+docs: .venv/ready
+	.venv/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv build site
+
+.venv/ready: pyproject.toml constraints.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q uv
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs]'
+	touch .venv/ready

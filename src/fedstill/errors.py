@@ -1,0 +1,87 @@
+"""Every named error in the library: what happened, where, the offending value, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedstillError(Exception):
+    """The base of all errors that fedstill raises on purpose; its text is one line a user can act on."""
+
+    exit_code = 1
+
+
+class ConfigError(FedstillError):
+    """A configuration, command line or argument that cannot be run as it is written."""
+
+    exit_code = 2
+
+
+class UnknownName(ConfigError):
+    """A method, model, dataset, partition, topology, measure or key that does not exist."""
+
+    def __init__(self, what: str, name: str, known: Iterable[str], where: str = "") -> None:
+        self.name = name
+        super().__init__(f"{where + ': ' if where else ''}unknown {what} {name!r}; {suggestion(name, known)}")
+
+
+class DataError(ConfigError):
+    """Data that are absent, damaged, or not what their name promises."""
+
+
+class InfeasiblePartition(ConfigError):
+    """A split that these labels and parameters cannot give."""
+
+
+class IncompatibleMethod(ConfigError):
+    """A method that needs what the model, the data or the topology lacks."""
+
+
+class RunExists(ConfigError):
+    """A directory that already holds another run."""
+
+
+class RunBusy(ConfigError):
+    """A run directory that another process is writing."""
+
+
+class CorruptFile(FedstillError):
+    """A file of a run that is damaged: truncated, altered, or not what its name says."""
+
+
+class BadPayload(FedstillError):
+    """A message whose bytes or groups are not a payload."""
+
+
+class ClientFailed(FedstillError):
+    """A client that raised while it worked; the cause is chained."""
+
+
+class TooFewReplies(FedstillError):
+    """A stage with fewer accepted replies than the quorum asks for."""
+
+
+class Diverged(FedstillError):
+    """Parameters that grew beyond the norm guard, or that are no longer numbers."""
+
+
+class DiskFull(FedstillError):
+    """A file that could not be written whole."""
+
+    exit_code = 2
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to write instead of ``name``: the nearest legal name, or all of them.
+
+    >>> suggestion("fednt", ["fedavg", "fedntd"])
+    "did you mean 'fedntd'?"
+    >>> suggestion("zzz", ["b", "a"])
+    'choose one of a, b'
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"choose one of {', '.join(names)}" if names else "there is none to choose from"

@@ -1,0 +1,170 @@
+"""Finds methods, models, datasets, partitions, topologies and measures by name, by file or by import path.
+
+A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of that
+kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"`` where the
+file registers one) or an import path (``"package.module:FedMine"``): nobody has to edit this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, get_type_hints
+
+from fedstill.errors import ConfigError, UnknownName
+
+HOMES = {
+    "method": "fedstill.methods",
+    "model": "fedstill.models",
+    "dataset": "fedstill.data.sources",
+    "partition": "fedstill.data.partition",
+    "topology": "fedstill.topology",
+    "measure": "fedstill.metrics",
+}
+"""The package in which each kind's built-in things register themselves."""
+
+GIVEN = {
+    "partition": {"labels", "clients", "seed"},
+    "model": {"input_shape", "classes"},
+    "dataset": {"folder"},
+}
+"""Parameters that the library supplies, and that are therefore no fields of a config."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered thing: its target (a class or a function), and the fields fixed by this name."""
+
+    kind: str
+    name: str
+    target: Callable[..., Any]
+    preset: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line that says what it is."""
+        return self.about or (inspect.getdoc(self.target) or "").split("\n")[0]
+
+    @property
+    def fields(self) -> dict[str, tuple[Any, Any]]:
+        """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
+        hints = get_type_hints(self.target, include_extras=True)
+        if inspect.isclass(self.target):
+            hints = {**get_type_hints(self.target.__init__, include_extras=True), **hints}
+        out = {}
+        for name, p in inspect.signature(self.target).parameters.items():
+            if name in GIVEN.get(self.kind, ()) or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                continue
+            default = ... if p.default is p.empty else p.default
+            out[name] = (hints.get(name, Any), self.preset.get(name, default))
+        return out
+
+    def build(self, *given: Any, **fields: Any) -> Any:
+        """Call the target with what the library gives and what the config says, over this name's preset."""
+        return self.target(*given, **{**self.preset, **fields})
+
+
+_entries: dict[tuple[str, str], Entry] = {}
+
+
+def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
+    """Register a class or function under a name; with ``preset``, a registered setting of it (no copy).
+
+    Raises ConfigError if the name is taken by a thing of another module.
+    """
+
+    def decorate(target: T) -> T:
+        entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
+        old = _entries.get((kind, name))
+        if old is not None and old.target.__module__ != entry.target.__module__:
+            raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
+        _entries[kind, name] = entry
+        return target
+
+    return decorate
+
+
+def method(name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
+    """Register a method: ``@method("fedntd")`` above its frozen dataclass."""
+    return register("method", name, about=about, **preset)
+
+
+def names(kind: str) -> list[str]:
+    """The registered names of a kind, sorted."""
+    _import_home(kind)
+    return sorted(n for k, n in _entries if k == kind)
+
+
+def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
+    """The entry of a name, of a file ``"mine.py[:Thing]"`` relative to ``base``, or of ``"package.module:Thing"``.
+
+    Raises UnknownName with the nearest legal name, ConfigError if a file or module cannot be imported.
+    """
+    _import_home(kind)
+    if (kind, name) in _entries:
+        return _entries[kind, name]
+    path, _, attribute = name.partition(":")
+    if path.endswith(".py"):
+        return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
+    if attribute:
+        try:
+            module = importlib.import_module(path)
+        except ImportError as error:
+            raise ConfigError(f"{kind} {name!r}: cannot import {path!r}: {error}") from error
+        return _of_module(kind, name, module, attribute)
+    raise UnknownName(kind, name, names(kind))
+
+
+@functools.cache
+def _import_home(kind: str) -> None:
+    if kind not in HOMES:
+        raise UnknownName("kind", kind, HOMES)
+    home = importlib.import_module(HOMES[kind])
+    for info in pkgutil.iter_modules(getattr(home, "__path__", [])):
+        importlib.import_module(f"{home.__name__}.{info.name}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
+    name = f"fedstill_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported as a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{path} failed to import: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
+    own = [e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__]
+    if attribute:
+        target = getattr(module, attribute, None)
+        if not callable(target):
+            raise UnknownName(
+                kind, attribute, [n for n in vars(module) if not n.startswith("_")], where=module.__name__
+            )
+        return next((e for e in own if e.target is target), Entry(kind, name, target))
+    if len(own) != 1:
+        raise ConfigError(f"{kind} {name!r}: the file registers {len(own)} of them; name one as {name!r} + ':Name'")
+    return own[0]
