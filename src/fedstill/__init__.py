@@ -1,1 +1,61 @@
+"""fedstill: federated learning that does not forget.
 
+The public names are here; each is imported when it is first used, so that ``import fedstill`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fedstill.data.examples import Dataset as Dataset
+    from fedstill.errors import FedstillError as FedstillError
+    from fedstill.experiment.config import Experiment as Experiment
+    from fedstill.experiment.result import Result as Result
+    from fedstill.experiment.runner import resume as resume
+    from fedstill.experiment.runner import run as run
+    from fedstill.method import Method as Method
+    from fedstill.records import Carry as Carry
+    from fedstill.records import Payload as Payload
+    from fedstill.records import Plan as Plan
+    from fedstill.registry import register as register
+    from fedstill.work import ClientWork as ClientWork
+
+_HOMES = {
+    "Carry": "fedstill.records",
+    "ClientWork": "fedstill.work",
+    "Dataset": "fedstill.data.examples",
+    "Experiment": "fedstill.experiment.config",
+    "FedstillError": "fedstill.errors",
+    "Method": "fedstill.method",
+    "Payload": "fedstill.records",
+    "Plan": "fedstill.records",
+    "Result": "fedstill.experiment.result",
+    "register": "fedstill.registry",
+    "resume": "fedstill.experiment.runner",
+    "run": "fedstill.experiment.runner",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in {
+        "aggregate",
+        "data",
+        "errors",
+        "labels",
+        "losses",
+        "methods",
+        "metrics",
+        "models",
+        "teachers",
+        "topology",
+    }:
+        return importlib.import_module(f"fedstill.{name}")
+    raise AttributeError(f"module 'fedstill' has no attribute {name!r}")

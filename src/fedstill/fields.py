@@ -41,7 +41,9 @@ def _bounds(hint: Any) -> list[Interval]:
     return [m for m in get_args(hint)[1:] if isinstance(m, Interval)] if hasattr(hint, "__metadata__") else []
 
 
-def _inside(value: float, b: Interval) -> bool:
-    above: Any = (b.gt is None or value > b.gt) and (b.ge is None or value >= b.ge)
-    below: Any = (b.lt is None or value < b.lt) and (b.le is None or value <= b.le)
+def _inside(value: float, bound: Interval) -> bool:
+    low: Any = bound.ge if bound.gt is None else bound.gt
+    high: Any = bound.le if bound.lt is None else bound.lt
+    above = low is None or value > low or (bound.gt is None and value == low)
+    below = high is None or value < high or (bound.lt is None and value == high)
     return bool(above and below)

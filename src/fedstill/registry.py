@@ -15,7 +15,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
@@ -60,9 +60,10 @@ class Entry:
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:
         """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
-        hints = get_type_hints(self.target, include_extras=True)
-        if inspect.isclass(self.target):
-            hints = {**get_type_hints(self.target.__init__, include_extras=True), **hints}
+        source = self.target
+        if inspect.isclass(source) and not is_dataclass(source):
+            source = source.__init__
+        hints = get_type_hints(source, include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():
             if name in GIVEN.get(self.kind, ()) or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -125,6 +126,15 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
             raise ConfigError(f"{kind} {name!r}: cannot import {path!r}: {error}") from error
         return _of_module(kind, name, module, attribute)
     raise UnknownName(kind, name, names(kind))
+
+
+def name_of(kind: str, target: object) -> str:
+    """The name under which a class or function is registered; raises ConfigError if it is not."""
+    _import_home(kind)
+    for (k, name), entry in _entries.items():
+        if k == kind and entry.target is target and not entry.preset:
+            return name
+    raise ConfigError(f"{target!r} is not a registered {kind}; put @register({kind!r}, 'a-name') above it")
 
 
 @functools.cache

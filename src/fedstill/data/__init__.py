@@ -1,0 +1,1 @@
+"""Data: where examples come from, how clients share them, how a batch is made of them."""

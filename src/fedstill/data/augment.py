@@ -1,0 +1,120 @@
+"""Batches made of raw images: augmented and normalised on tensors, with every draw from the generator given.
+
+Source: FedNTD's and FedSeq's pipelines: crop, flip and rotation on raw pixels (so that padding is black), then
+normalise, then Cutout (so that the hole is 0 after normalisation, the mean colour).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import ConfigError, UnknownName
+
+STEPS = {
+    "crop": "pad by 4 black pixels and cut out the old size at random",
+    "crop_reflect": "pad by 4 mirrored pixels and cut out the old size at random",
+    "flip": "mirror left and right, every other image on average",
+    "rotation": "turn by up to 15 degrees either way, nearest pixel, black outside",
+    "cutout": "set one square of side 16, clipped at the borders, to 0 after normalisation",
+}
+PADDING = 4
+DEGREES = 15.0
+HOLE = 16
+
+
+def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(x / 255 - mean) / std by channel. images: (B, C, H, W) uint8; mean, std: C numbers -> (B, C, H, W) float32."""
+    shift, scale = (torch.tensor(v, dtype=torch.float32, device=images.device).view(-1, 1, 1) for v in (mean, std))
+    return images.to(torch.float32).div_(255).sub_(shift).div_(scale)
+
+
+def augment(
+    images: Tensor, steps: Collection[str], mean: Sequence[float], std: Sequence[float], generator: torch.Generator
+) -> Tensor:
+    """A training batch: the named steps in the papers' order, whatever order they are listed in, and normalisation.
+
+    images: (B, C, H, W) uint8; steps: names of ``STEPS``, none for ``normalise`` alone -> (B, C, H, W) float32.
+    Every image has draws of its own, all from ``generator``. Raises UnknownName or ConfigError for ``check_steps``.
+    """
+    check_steps(steps)
+    count, _, height, width = images.shape
+    rows, columns = _grid(count, height, width)
+    inside = torch.ones(1, dtype=torch.bool)
+    # From the batch back to the raw images: the step applied last is undone first.
+    if "rotation" in steps:
+        rows, columns, inside = _rotation(rows, columns, _draw_angles(count, generator), height, width)
+    if "flip" in steps:
+        mirrored = (torch.rand(count, generator=generator, device=generator.device) < 0.5).cpu().view(-1, 1, 1)
+        columns = torch.where(mirrored, width - 1 - columns, columns)
+    if "crop" in steps or "crop_reflect" in steps:
+        offsets = _whole(2 * PADDING + 1, (count, 2), generator) - PADDING
+        rows, columns = rows + offsets[:, 0].view(-1, 1, 1), columns + offsets[:, 1].view(-1, 1, 1)
+        if "crop_reflect" in steps:
+            rows, columns = _mirror(rows, height), _mirror(columns, width)
+        inside = inside & (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
+    batch = normalise(_gather(images, rows, columns, inside), mean, std)
+    return _cutout(batch, generator) if "cutout" in steps else batch
+
+
+def check_steps(steps: Collection[str]) -> None:
+    """Raise UnknownName for a step that does not exist, ConfigError for both kinds of crop at once."""
+    for step in steps:
+        if step not in STEPS:
+            raise UnknownName("augmentation", step, STEPS)
+    if {"crop", "crop_reflect"} <= set(steps):
+        raise ConfigError("augmentations 'crop' and 'crop_reflect' exclude each other; leave one out")
+
+
+def _grid(count: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Row and column of every pixel: (B, H, W) int64 each."""
+    shape = (count, height, width)
+    return torch.arange(height).view(1, -1, 1).expand(shape), torch.arange(width).view(1, 1, -1).expand(shape)
+
+
+def _whole(end: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randint(end, shape, generator=generator, device=generator.device).cpu()
+
+
+def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
+    """(B, 1, 1) angles in radians, uniform in ± DEGREES."""
+    unit = torch.rand(count, generator=generator, device=generator.device).cpu()
+    return ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
+
+
+def _rotation(rows: Tensor, columns: Tensor, angles: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the pixels of images turned about their centre come from, and whether that lies inside."""
+    y, x = rows + 0.5 - height / 2, columns + 0.5 - width / 2
+    cos, sin = angles.cos(), angles.sin()
+    source_rows = (cos * y - sin * x + height / 2).floor().long()
+    source_columns = (sin * y + cos * x + width / 2).floor().long()
+    inside = (source_rows >= 0) & (source_rows < height) & (source_columns >= 0) & (source_columns < width)
+    return source_rows, source_columns, inside
+
+
+def _mirror(index: Tensor, size: int) -> Tensor:
+    """Positions reflected at the border pixels, which are not repeated; those far outside stay outside."""
+    index = index.abs()
+    return torch.where(index >= size, 2 * (size - 1) - index, index)
+
+
+def _gather(images: Tensor, rows: Tensor, columns: Tensor, inside: Tensor) -> Tensor:
+    """Pixels of each image at its own positions, 0 where they lie outside: (B, C, H, W)."""
+    count, channels, height, width = images.shape
+    flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).view(count, 1, -1)
+    taken = images.flatten(2).gather(2, flat.to(images.device).expand(-1, channels, -1)).view_as(images)
+    return taken * inside.expand(count, height, width).unsqueeze(1).to(images.device)
+
+
+def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
+    """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left, less one down."""
+    count, _, height, width = batch.shape
+    centre_row, centre_column = (_whole(size, (count, 1), generator) for size in (height, width))
+    rows = torch.arange(height).view(1, -1) - centre_row + HOLE // 2
+    columns = torch.arange(width).view(1, -1) - centre_column + HOLE // 2
+    in_rows, in_columns = (rows >= 0) & (rows < HOLE), (columns >= 0) & (columns < HOLE)
+    hole = in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
+    return batch.masked_fill(hole.unsqueeze(1).to(batch.device), 0.0)

@@ -1,0 +1,29 @@
+"""Splits of a labelled data set over clients: pure functions of (labels, parameters, seed) to index arrays."""
+
+from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
+from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
+from fedstill.data.partition.hiper import hiper, public_split, train_validation
+from fedstill.data.partition.hybrid import hybrid
+from fedstill.data.partition.iid import iid
+from fedstill.data.partition.kept import cached
+from fedstill.data.partition.pathological import pathological
+from fedstill.data.partition.rules import Draw, Parts
+from fedstill.data.partition.sharding import shard_rows, sharding
+
+__all__ = [
+    "Draw",
+    "Parts",
+    "cached",
+    "dirichlet",
+    "dirichlet_draw",
+    "extended_dirichlet",
+    "extended_dirichlet_draw",
+    "hiper",
+    "hybrid",
+    "iid",
+    "pathological",
+    "public_split",
+    "shard_rows",
+    "sharding",
+    "train_validation",
+]

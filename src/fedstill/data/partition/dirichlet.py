@@ -1,0 +1,131 @@
+"""Dirichlet: every class is shared among the clients by a Dirichlet draw, and full clients stop receiving."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.data.partition.rules import (
+    Draw,
+    Labels,
+    Parts,
+    class_indices,
+    legacy_stream,
+    partition,
+    refuse_too_many,
+)
+from fedstill.errors import InfeasiblePartition
+from fedstill.fields import Count, Positive, Seed
+from fedstill.keys import numpy_generator
+
+Stream = Literal["official", "fast"]
+BATCH = 64
+"""Draws of sizes that the fast stream makes at once."""
+
+
+@partition("dirichlet")
+def dirichlet(
+    labels: Labels,
+    clients: Count,
+    alpha: Positive,
+    seed: Seed,
+    min_size: Count = 10,
+    max_tries: Count = 20_000,
+    stream: Stream = "official",
+) -> Parts:
+    """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size`` examples.
+
+    labels: (n,) class ids; alpha: > 0, small is skewed. Every example is used. ``stream="official"`` draws what
+    FedNTD's code draws from the same seed; ``"fast"`` draws sizes first and shuffles once, with another stream.
+    Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few examples.
+    Source: FedNTD, "LDA"; the same routine is in FedSeq, MOON, NIID-Bench and PFNM.
+    Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes' balance rule).
+    """
+    return dirichlet_draw(labels, clients, alpha, seed, min_size, max_tries, stream).parts
+
+
+def dirichlet_draw(
+    labels: Labels,
+    clients: int,
+    alpha: float,
+    seed: int,
+    min_size: int = 10,
+    max_tries: int = 20_000,
+    stream: Stream = "official",
+) -> Draw:
+    """The split of ``dirichlet`` with the number of draws it took."""
+    refuse_too_many("dirichlet", len(labels), clients, min_size)
+    owned = class_indices(labels)
+    draw = _official if stream == "official" else _fast
+    found = draw(owned, clients, alpha, seed, min_size, max_tries)
+    if found is None:
+        raise InfeasiblePartition(
+            f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} examples "
+            f"(alpha {alpha:g}, {len(owned)} classes, {len(labels):,} examples); "
+            "raise alpha or max_tries, lower min_size or clients, or try another seed"
+        )
+    return found
+
+
+def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
+    """Where a class of ``size`` examples is cut for shares (..., clients): clients - 1 ascending positions."""
+    return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
+
+
+def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
+    stream = legacy_stream(seed)
+    full = sum(map(len, owned)) / clients
+    for tried in range(1, max_tries + 1):
+        sizes = np.zeros(clients, dtype=np.int64)
+        pieces: list[list[NDArray[np.int64]]] = []
+        for indices in owned:
+            shuffled = indices.copy()
+            stream.shuffle(shuffled)
+            shares = stream.dirichlet(np.repeat(alpha, clients)) * (sizes < full)
+            total = shares.sum()
+            if not total > 0:  # every open client drew a share that underflowed to 0: no split, draw again
+                sizes[:] = 0
+                break
+            pieces.append(np.split(shuffled, cuts(shares / total, len(indices))))
+            sizes += [len(piece) for piece in pieces[-1]]
+        if sizes.min() >= min_size:
+            parts = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+            for part in parts:
+                stream.shuffle(part)
+            return Draw(parts, tried, min_size)
+    return None
+
+
+def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
+    rng = numpy_generator(seed)
+    for start in range(0, max_tries, BATCH):
+        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(BATCH, max_tries - start))
+        accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
+        if len(accepted):
+            first = int(accepted[0])
+            ends = np.cumsum(counts[first], axis=1)[:, :-1]
+            pieces = [np.split(rng.permutation(i), e) for i, e in zip(owned, ends, strict=True)]
+            parts = [rng.permutation(np.concatenate(piece)) for piece in zip(*pieces, strict=True)]
+            return Draw(parts, start + first + 1, min_size)
+    return None
+
+
+def _sizes(
+    rng: np.random.Generator, class_sizes: list[int], clients: int, alpha: float, tries: int
+) -> NDArray[np.int64]:
+    """Class counts of ``tries`` draws at once: (tries, classes, clients)."""
+    counts = np.zeros((tries, len(class_sizes), clients), dtype=np.int64)
+    held = np.zeros((tries, clients), dtype=np.int64)
+    alive = np.ones(tries, dtype=bool)
+    full = sum(class_sizes) / clients
+    for k, size in enumerate(class_sizes):
+        shares = rng.dirichlet(np.repeat(alpha, clients), tries) * (held < full)
+        total = shares.sum(1, keepdims=True)
+        alive &= total[:, 0] > 0
+        ends = cuts(shares / np.where(total > 0, total, 1), size)
+        counts[:, k] = np.diff(ends, prepend=0, append=size, axis=1)
+        held += counts[:, k]
+    counts[~alive] = 0  # shares that all underflowed to 0 are no split: too small for any min_size
+    return counts

@@ -1,0 +1,56 @@
+"""HiPer-FedKD's split: a public set apart, the rest by one Dirichlet matrix, a validation set for each client."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
+from fedstill.errors import InfeasiblePartition
+from fedstill.fields import Count, Positive, Seed
+from fedstill.keys import generator
+
+
+def public_split(examples: int, public: int, seed: int = 42) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(pool, public): which of ``examples`` the clients share, and which ``public`` ones everybody sees.
+
+    Both keep the order of the draw. Raises InfeasiblePartition where nothing would be left for the clients.
+    Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of CIFAR-10.
+    """
+    if not 0 <= public < examples:
+        raise InfeasiblePartition(f"public set of {public:,} from {examples:,} examples: choose 0 to {examples - 1:,}")
+    order = torch.randperm(examples, generator=generator(seed)).numpy()
+    return order[: examples - public], order[examples - public :]
+
+
+@partition("hiper")
+def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> Parts:
+    """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what rounding leaves.
+
+    labels: (n,) class ids of the pool alone (``labels[pool]`` of ``public_split``); indices point into it. No minimum
+    size, no balance rule; classes are cut in order, then each client's examples are shuffled with seed + client.
+    ``train_validation`` cuts each part into the notebooks' 80 % train and 20 % validation.
+    Raises InfeasiblePartition for a client without examples.
+    Source: HiPer-FedKD's notebooks, seed 42, 4 clients, alpha 1 and 0.1.
+    """
+    owned = class_indices(labels)
+    matrix = legacy_stream(seed).dirichlet(np.repeat(alpha, clients), size=len(owned))
+    pieces = []
+    for indices, shares in zip(owned, matrix, strict=True):
+        counts = (shares * len(indices)).astype(np.int64)
+        pieces.append(np.split(indices, np.cumsum(counts[:-1])))
+    parts = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
+    for client, part in enumerate(parts):
+        legacy_stream(seed + client).shuffle(part)
+    return parts
+
+
+def train_validation(part: NDArray[np.int64], share: float = 0.8) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(train, validation): the first ``share`` of a client's examples, rounded down, and the others.
+
+    >>> [len(x) for x in train_validation(np.arange(319))]
+    [255, 64]
+    """
+    cut = int(share * len(part))
+    return part[:cut], part[cut:]

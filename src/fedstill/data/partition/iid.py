@@ -1,0 +1,19 @@
+"""IID: a random permutation cut into equal parts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedstill.data.partition.rules import Labels, Parts, legacy_stream, partition, refuse_too_many
+from fedstill.fields import Count, Seed
+
+
+@partition("iid")
+def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
+    """Equal parts of a random permutation; sizes differ by one at most, the larger ones first.
+
+    labels: (n,) class ids. Every example is used. Raises InfeasiblePartition for more clients than examples.
+    Reading: FedNTD's code drops the n mod N examples left over; here they are dealt out.
+    """
+    refuse_too_many("iid", len(labels), clients)
+    return np.array_split(legacy_stream(seed).permutation(len(labels)), clients)

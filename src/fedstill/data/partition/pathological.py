@@ -1,0 +1,99 @@
+"""Pathological: every client holds a few classes only, of each a random number of examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+
+from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
+from fedstill.errors import InfeasiblePartition
+from fedstill.fields import Count, Seed
+
+
+@partition("pathological")
+def pathological(
+    labels: Labels,
+    clients: Count,
+    classes_per_client: Count,
+    seed: Seed,
+    path_rule: Literal["random", "pfllib"] = "random",
+    max_tries: Count = 10_000,
+) -> Parts:
+    """Give every client ``classes_per_client`` classes and cut each class among its owners at random sizes.
+
+    labels: (n,) class ids. Every example is used. With a = examples of a class / its owners, all owners but the last
+    get a uniform whole number in [a/10, a), at least 1, the last the rest. ``path_rule="random"``: each client draws
+    its classes uniformly, redrawn until every class has an owner; ``"pfllib"``: every class has about the same number
+    of owners. Raises InfeasiblePartition where classes cannot all be owned or have fewer examples than owners.
+    Source: QKT, "Path"; sizes by PFLlib's rule.
+    Reading: "exclusive classes" cannot mean disjoint (10 clients × 3 of 10 classes): a client holds only these classes.
+    The published constant-predictor rows show that class sets are drawn per client, not dealt out evenly.
+    """
+    owned = class_indices(labels)
+    stream = legacy_stream(seed)
+    _refuse_impossible(clients, classes_per_client, len(owned))
+    if path_rule == "random":
+        owners = _random_owners(clients, classes_per_client, len(owned), stream, max_tries)
+    else:
+        owners = _even_owners(clients, classes_per_client, len(owned), stream)
+    parts: list[Parts] = [[] for _ in range(clients)]
+    for c, indices, mine in zip(np.unique(labels), owned, owners, strict=True):
+        if len(indices) < len(mine):
+            raise InfeasiblePartition(
+                f"pathological: class {c} has {len(indices)} examples for {len(mine)} clients; take fewer clients"
+            )
+        pieces = np.split(stream.permutation(indices), _random_cuts(len(indices), len(mine), stream))
+        for client, piece in zip(mine, pieces, strict=True):
+            parts[client].append(piece)
+    return [np.concatenate(pieces) for pieces in parts]
+
+
+def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:
+    if per_client > classes:
+        raise InfeasiblePartition(f"pathological: classes_per_client = {per_client}, the data have {classes} classes")
+    if clients * per_client < classes:
+        raise InfeasiblePartition(
+            f"pathological: {clients} clients × {per_client} classes cannot own {classes} classes; "
+            "take more clients or more classes per client"
+        )
+
+
+def _random_owners(
+    clients: int, per_client: int, classes: int, stream: np.random.RandomState, max_tries: int
+) -> list[list[int]]:
+    for _ in range(max_tries):
+        owners: list[list[int]] = [[] for _ in range(classes)]
+        for client in range(clients):
+            for c in stream.choice(classes, per_client, replace=False):
+                owners[c].append(client)
+        if all(owners):
+            return owners
+    raise InfeasiblePartition(
+        f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner ({clients} clients × "
+        f"{per_client} classes); take more clients, more classes per client or path_rule = 'pfllib'"
+    )
+
+
+def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[list[int]]:
+    """Owners of every class: those that still need most classes, in random order among equals, so that none is left."""
+    needs = np.full(clients, per_client)
+    owners = []
+    for left in range(classes, 0, -1):
+        order = stream.permutation(clients)
+        order = order[np.argsort(-needs[order], kind="stable")]
+        wanted = math.ceil(needs.sum() / left)
+        must = int((needs >= left).sum())  # these need every class that is left
+        mine = sorted(int(client) for client in order[: max(wanted, must)] if needs[client] > 0)
+        needs[mine] -= 1
+        owners.append(mine)
+    return owners
+
+
+def _random_cuts(size: int, owners: int, stream: np.random.RandomState) -> Labels:
+    """Where a class is cut: all pieces but the last are uniform in [a/10, a), a the even size, and at least 1."""
+    even = size / owners
+    low = max(1, math.ceil(even / 10))
+    high = max(low + 1, math.ceil(even))
+    return np.cumsum(stream.randint(low, high, owners - 1), dtype=np.int64)

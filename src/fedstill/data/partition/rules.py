@@ -1,0 +1,115 @@
+"""What every split keeps to: labels and parameters checked at the door, no client empty, no example given twice."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, get_args, get_type_hints
+
+import numpy as np
+from annotated_types import Interval
+from numpy.typing import NDArray
+
+from fedstill.errors import ConfigError, DataError, InfeasiblePartition
+from fedstill.fields import show
+from fedstill.registry import register
+
+Labels = NDArray[np.int64]
+Parts = list[NDArray[np.int64]]
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """An accepted split and what it took.
+
+    parts: one int64 index array a client; tries: draws made, the accepted one included; min_size: the smallest client
+    asked for in the end (lower than the caller's only where the caller allowed that).
+    """
+
+    parts: Parts
+    tries: int
+    min_size: int
+
+
+def partition(name: str) -> Callable[[Callable[P, Parts]], Callable[P, Parts]]:
+    """Register a split under a name, and check its labels, its ranges and its outcome.
+
+    Raises DataError for labels that are no class ids, ConfigError for a parameter outside its annotated range,
+    InfeasiblePartition for a client without examples.
+    """
+
+    def decorate(split: Callable[P, Parts]) -> Callable[P, Parts]:
+        signature = inspect.signature(split)
+        hints = get_type_hints(split, include_extras=True)
+
+        @functools.wraps(split)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> Parts:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["labels"] = checked_labels(bound.arguments["labels"])
+            for key, value in bound.arguments.items():
+                _check_range(name, key, value, hints.get(key))
+            parts = split(*bound.args, **bound.kwargs)
+            refuse_empty(name, parts)
+            return [np.ascontiguousarray(part, dtype=np.int64) for part in parts]
+
+        return register("partition", name)(checked)
+
+    return decorate
+
+
+def checked_labels(labels: Any) -> Labels:
+    """Labels as an int64 array of one dimension; DataError where they are no class ids."""
+    array = np.asarray(labels)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise DataError(
+            f"labels to be split must be a non-empty list of whole numbers, not {array.dtype} of shape {array.shape}"
+        )
+    if array.min() < 0:
+        raise DataError(f"label {array.min()} at example {int(array.argmin())}: class ids start at 0")
+    return array.astype(np.int64)
+
+
+def class_indices(labels: Labels) -> Parts:
+    """The examples of every class that occurs, in data-set order; classes in ascending order."""
+    return [np.flatnonzero(labels == c) for c in np.unique(labels)]
+
+
+def refuse_empty(name: str, parts: Parts) -> None:
+    """Raise InfeasiblePartition naming the first client that got nothing."""
+    for client, part in enumerate(parts):
+        if len(part) == 0:
+            raise InfeasiblePartition(
+                f"partition {name!r} leaves client {client} of {len(parts)} without examples; "
+                "take fewer clients, a larger alpha or another seed"
+            )
+
+
+def refuse_too_many(name: str, examples: int, clients: int, min_size: int = 1) -> None:
+    """Raise InfeasiblePartition where the examples cannot give every client ``min_size``."""
+    if clients * min_size > examples:
+        raise InfeasiblePartition(
+            f"partition {name!r}: {clients} clients × {min_size} example(s) need {clients * min_size:,}, "
+            f"the data have {examples:,}; take fewer clients or a smaller min_size"
+        )
+
+
+def legacy_stream(seed: int) -> np.random.RandomState:
+    """NumPy's frozen legacy stream, which the official codes draw from; ``seed`` may be any in [0, 2**63)."""
+    if seed < 2**32:
+        return np.random.RandomState(seed)
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+
+
+def _check_range(name: str, key: str, value: Any, hint: Any) -> None:
+    for bound in get_args(hint)[1:]:
+        if not isinstance(bound, Interval):
+            continue
+        low = (bound.gt is None or value > bound.gt) and (bound.ge is None or value >= bound.ge)
+        high = (bound.lt is None or value < bound.lt) and (bound.le is None or value <= bound.le)
+        if not (low and high):
+            raise ConfigError(f"partition {name!r}: {key} = {value!r} is outside its range {show(bound)}")
+        if get_args(hint)[0] is int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
+            raise ConfigError(f"partition {name!r}: {key} = {value!r} must be a whole number")

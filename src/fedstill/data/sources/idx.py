@@ -1,0 +1,48 @@
+"""IDX: the files that MNIST and Fashion-MNIST were published in, as Debian's dataset-fashion-mnist holds them."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.data.sources.decoded import Arrays, Decoded
+from fedstill.errors import DataError
+
+FILES = {"train": "train", "test": "t10k"}
+
+
+def is_idx(folder: Path) -> bool:
+    """Whether a folder holds images in IDX files."""
+    return (folder / "train-images-idx3-ubyte.gz").is_file()
+
+
+def read_idx(folder: Path) -> Decoded:
+    """Both splits of a folder of four ``*-ubyte.gz`` files; DataError names a file that is absent or damaged."""
+    return Decoded({split: _split(folder, prefix) for split, prefix in FILES.items()}, None)
+
+
+def _split(folder: Path, prefix: str) -> Arrays:
+    images = _array(folder / f"{prefix}-images-idx3-ubyte.gz", dimensions=3)
+    labels = _array(folder / f"{prefix}-labels-idx1-ubyte.gz", dimensions=1)
+    return images[:, None], labels.astype(np.int64)
+
+
+def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each), the data."""
+    try:
+        with gzip.open(path) as file:
+            data = file.read()
+    except FileNotFoundError:
+        raise DataError(f"{path} is absent; the four IDX files belong in one folder") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is damaged ({error}); fetch it anew") from error
+    start = 4 + 4 * dimensions
+    shape = np.frombuffer(data[4:start], dtype=">i4").tolist() if len(data) >= start else []
+    if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) != start + math.prod(shape):
+        raise DataError(f"{path} is no IDX file of {dimensions} dimension(s), or is cut short; fetch it anew")
+    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)

@@ -1,0 +1,99 @@
+"""The one loader: a data set by name, from wherever it is found first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstill.data.examples import Dataset
+from fedstill.data.sources.catalog import FOLDERS, Known
+from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.decoded import kept
+from fedstill.data.sources.folders import data_root, local_folder, read_folder
+from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.streams import read_hub
+from fedstill.data.sources.tensors import as_dataset
+from fedstill.data.sources.verify import checked
+from fedstill.errors import ConfigError, DataError, UnknownName
+from fedstill.registry import lookup, names
+
+FIELDS = ("image_column", "label_column", "mean", "size", "std")
+"""What may be said of data that are not in the catalogue."""
+
+
+def load(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
+    """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
+
+    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to parquet files
+    or to images by class, ``"owner/name"`` on the Hugging Face hub, or one's own function ``"mine.py:data"``.
+    folder: where local folders lie; default: the environment's ``FEDSTILL_DATA``.
+    fields: for folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size), ``mean``,
+    ``std``.
+    Data without a test split have a stratified fifth held out.
+    Raises DataError for data that are absent, damaged or not what their name promises, UnknownName for no such name.
+    """
+    path, _, attribute = name.partition(":")
+    if name not in names("dataset") and not path.endswith(".py") and not attribute:
+        return _load_other(name, folder, base, fields)
+    entry = lookup("dataset", name, base)
+    _refuse_unknown(name, fields, entry.fields)
+    data = entry.build(folder=folder, **fields)
+    if not isinstance(data, Dataset):
+        raise ConfigError(f"dataset {name!r} gave a {type(data).__name__}; it must return a fedstill Dataset")
+    return data
+
+
+def load_known(known: Known, folder: str | Path | None, size: int | None = None) -> Dataset:
+    """A data set of the catalogue: from its folder in ``folder``, from the system, from the hub, in this order."""
+    columns = Columns(size=size)
+    place, root = local_folder(known.name, folder), data_root(folder)
+    if place is None and known.system is not None and Path(known.system).is_dir():
+        place = Path(known.system)
+    if place is not None:
+        return as_dataset(known.name, read_folder(known.name, place, columns, known), known.mean, known.std)
+    where = f"there is no folder {root / known.name}" if root else "FEDSTILL_DATA is not set"
+    if known.hub is None:
+        raise DataError(f"dataset {known.name!r} is not here: {where}; {known.remedy}")
+    hub, remedy = known.hub, f"{where}; {known.remedy}"
+    origin = {"hub": hub, "columns": vars(columns), "known": repr(known)}
+    data = kept(known.name, origin, lambda: checked(hub, read_hub(hub, columns, remedy), known))
+    return as_dataset(known.name, data, known.mean, known.std)
+
+
+def _load_other(name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]) -> Dataset:
+    _refuse_unknown(name, fields, FIELDS)
+    columns = _columns(name, **fields)
+    mean: Sequence[float] | None = fields.get("mean")
+    std: Sequence[float] | None = fields.get("std")
+    path = (base or Path.cwd()) / Path(name).expanduser()
+    place = local_folder(name, folder) or (path if path.is_dir() else None)
+    if place is not None:
+        known = FOLDERS.get(name) if columns == Columns() else None
+        data = read_folder(name, place, columns, known)
+        if known is not None:
+            mean, std = mean or known.mean, std or known.std
+    elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        remedy = f"check the name and the network, or make a folder {path} of parquet files"
+        origin = {"hub": name, "columns": vars(columns)}
+        data = kept(name, origin, lambda: checked(name, hold_out(read_hub(name, columns, remedy))))
+    elif "/" in name or name.startswith((".", "~")):
+        raise DataError(f"there is no folder {path}; give a folder of parquet files, or of images by class")
+    else:
+        root = data_root(folder)
+        local = [p.name for p in root.iterdir() if p.is_dir()] if root and root.is_dir() else []
+        raise UnknownName("dataset", name, {*names("dataset"), *local})
+    return as_dataset(name, data, mean, std)
+
+
+def _columns(
+    name: str, image_column: str | None = None, label_column: str | None = None, size: int | None = None, **_: Any
+) -> Columns:
+    if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
+        raise ConfigError(f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096")
+    return Columns(image_column, label_column, size)
+
+
+def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:
+    for unknown in sorted(set(fields) - set(legal)):
+        raise UnknownName("field", unknown, legal, where=f"dataset {name!r}")

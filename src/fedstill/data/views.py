@@ -1,0 +1,58 @@
+"""Where the data are in a simulation: one data set, cut into parts, and the view that each site has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedstill.engines.inputs import Inputs
+from fedstill.engines.passes import ModelPasses
+from fedstill.keys import generator, seed_for
+from fedstill.records import SERVER, Examples, ModelSpec, Plan, Stage, View
+
+
+@dataclass(frozen=True)
+class SimulatedSites:
+    """All sites of a simulation over one training set.
+
+    ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
+    ``holdout``: the share of its own data that a client never trains on, by stage name, from the plans.
+    """
+
+    train: Examples
+    parts: Sequence[Tensor]
+    classes: int
+    model: Callable[[int], ModelSpec]
+    inputs: Inputs
+    plans: dict[str, Plan]
+    seed: int
+    public: Examples | None = None
+    common_test: Examples | None = None
+
+    def counts(self, client: int) -> Tensor:
+        """Label counts (C,) of a client's own data, held-out examples included."""
+        return torch.bincount(self.train.labels[self.parts[client]], minlength=self.classes)
+
+    def view(self, client: int, stage: Stage) -> View:
+        """What a client sees in a stage; the server sees the public set as its data."""
+        spec = self.model(client)
+        passes = ModelPasses(spec, replace(self.inputs, steps=()))
+        if client == SERVER:
+            data = self.public or Examples(self.train.images[:0], self.train.labels[:0])
+            counts = torch.zeros(self.classes, dtype=torch.int64)
+            return View(client, spec, data, counts, self.public, None, None, passes)
+        own, held = self._split(client, self.plans.get(stage.name, Plan(epochs=0)).validation)
+        validation = self.train.take(held) if len(held) else None
+        counts = self.counts(client)
+        return View(client, spec, self.train.take(own), counts, self.public, validation, None, passes)
+
+    def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
+        part = self.parts[client]
+        held = max(1, round(share * len(part))) if share > 0 and len(part) > 1 else 0
+        if not held:
+            return part, part[:0]
+        order = torch.randperm(len(part), generator=generator(seed_for(self.seed, 0, 0, client, "validation")))
+        return part[order[held:].sort().values], part[order[:held].sort().values]

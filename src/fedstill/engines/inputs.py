@@ -1,0 +1,37 @@
+"""From stored images to what a network sees: normalised, and augmented where the run asks for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.data.augment import augment, normalise
+
+SHARD = 250
+"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How images become inputs: the mean and spread of each channel, and the augmentation steps of training."""
+
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    steps: tuple[str, ...] = ()
+
+    def plain(self, images: Tensor) -> Tensor:
+        """Images (n, channels, H, W) as inputs in float32; images that are floats already are left as they are."""
+        return normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images
+
+    def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Images as one training batch, augmented with draws from the generator."""
+        if not self.steps:
+            return self.plain(images)
+        return augment(images, self.steps, self.mean, self.std, generator)
+
+
+def layout(tensor: Tensor) -> Tensor:
+    """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others as they are."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

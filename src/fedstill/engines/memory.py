@@ -1,0 +1,70 @@
+"""What clients remember from one stage to the next: held until the stage is committed, then one file a client and stage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fedstill.errors import BadPayload, CorruptFile
+from fedstill.files import digest, write_whole
+from fedstill.records import NOTHING, Payload, Stage
+from fedstill.wire.codec import decode, encode
+
+Index = Mapping[int, tuple[str, str]]
+"""Which file, with which SHA-256, holds what a client remembers."""
+
+
+@dataclass
+class Memory:
+    """The memories of all clients, in a folder, or in this process if there is none."""
+
+    folder: Path | None = None
+    index: dict[int, tuple[str, str]] = field(default_factory=dict)
+    _held: dict[int, Payload] = field(default_factory=dict)
+    _kept: dict[int, Payload] = field(default_factory=dict)
+
+    def load(self, client: int) -> Payload:
+        """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one that was written."""
+        if self.folder is None:
+            return self._kept.get(client, NOTHING)
+        if client not in self.index:
+            return NOTHING
+        name, sha = self.index[client]
+        path = self.folder / name
+        try:
+            data = path.read_bytes()
+            if digest(data) != sha:
+                raise BadPayload("its SHA-256 is not the one noted")
+            return decode(data)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(f"{path}, the memory of client {client}, cannot be used: {error}") from error
+
+    def hold(self, client: int, memory: Payload) -> None:
+        """Take what a client remembers of a stage that is not committed yet."""
+        self._held[client] = memory
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what these clients remember of a stage, and drop what the others do."""
+        for client in clients:
+            self._keep(stage, client, self._held.get(client, NOTHING))
+        self._held.clear()
+
+    def prune(self, named: Collection[str]) -> None:
+        """Delete files that no checkpoint names."""
+        if self.folder is not None and self.folder.is_dir():
+            for path in self.folder.glob("*.safetensors"):
+                if path.name not in named:
+                    path.unlink()
+
+    def _keep(self, stage: Stage, client: int, memory: Payload) -> None:
+        if not memory:
+            self.index.pop(client, None)
+            self._kept.pop(client, None)
+        elif self.folder is None:
+            self._kept[client] = memory
+        else:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            name, data = f"client{client}-round{stage.round}-stage{stage.index}.safetensors", encode(memory)
+            write_whole(self.folder / name, data)
+            self.index[client] = (name, digest(data))

@@ -1,0 +1,67 @@
+"""Passes over data without training: logits and features of frozen parameters, gradients, class-wise counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.engines.inputs import SHARD, Inputs, layout
+from fedstill.models import contract
+from fedstill.records import Examples, ModelSpec, Tensors
+
+
+def shards(images: Tensor, inputs: Inputs) -> Iterator[Tensor]:
+    """Images as inputs, in fixed shards and in their order."""
+    for start in range(0, images.shape[0], SHARD):
+        yield layout(inputs.plain(images[start : start + SHARD]))
+
+
+@dataclass(frozen=True)
+class ModelPasses:
+    """Passes of one architecture over examples, in evaluation mode."""
+
+    model: ModelSpec
+    inputs: Inputs
+
+    def logits(self, params: Tensors, images: Examples) -> Tensor:
+        """Logits (n, C) in the order of the examples."""
+        return self._each(contract.forward, params, images)
+
+    def features(self, params: Tensors, images: Examples) -> Tensor:
+        """Penultimate features (n, D) in the order of the examples."""
+        return self._each(contract.features, params, images)
+
+    def gradients(self, params: Tensors, examples: Examples, loss: Any) -> Tensors:
+        """The sum over shards of the gradient of the shard's mean ``loss(logits, labels) -> (B,)``."""
+        m = contract.module(self.model, "frozen").eval()
+        names = contract.trainable_names(self.model)
+        leaves = {k: v.detach().clone().requires_grad_(k in names) for k, v in params.items()}
+        start = 0
+        for x in shards(examples.images, self.inputs):
+            y = examples.labels[start : start + len(x)]
+            loss(contract.forward(m, leaves, x), y).mean().backward()
+            start += len(x)
+        return {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
+
+    def _each(self, run: Callable[..., Tensor], params: Tensors, images: Examples) -> Tensor:
+        m = contract.module(self.model, "frozen").eval()
+        params = {k: layout(v) for k, v in params.items()}
+        with torch.no_grad():
+            out = [run(m, params, x) for x in shards(images.images, self.inputs)]
+        return torch.cat(out) if out else torch.zeros(0, self.model.classes)
+
+
+def correct_by_class(predict: Callable[[Tensor], Tensor], data: Examples, inputs: Inputs, classes: int) -> Tensor:
+    """How many examples of each class are predicted right: (C,) int64."""
+    right = torch.zeros(classes, dtype=torch.int64)
+    start = 0
+    for x in shards(data.images, inputs):
+        y = data.labels[start : start + len(x)]
+        hit = y[predict(x).argmax(1) == y]
+        right += torch.bincount(hit, minlength=classes)
+        start += len(x)
+    return right

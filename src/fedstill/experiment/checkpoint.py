@@ -1,0 +1,156 @@
+"""Checkpoints: the whole truth of a run after a stage, written whole or not at all.
+
+``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed is
+not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest manifest.
+Objects are durable before the manifest is, and the manifest before ``LATEST`` points to it; old files go last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import BadPayload, CorruptFile
+from fedstill.files import digest, write_whole
+from fedstill.records import ModelSpec, Payload, State
+from fedstill.wire.codec import decode, encode
+
+KEPT = 3
+"""How many checkpoints are kept."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds: the state, which memory files count, how long the journal was."""
+
+    state: State
+    memory: dict[int, tuple[str, str]]
+    journal: int
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256)."""
+
+    folder: Path
+    config: str
+
+    @property
+    def objects(self) -> Path:
+        """Where groups of states are."""
+        return self.folder / "objects"
+
+    def save(self, state: State, memory: dict[int, tuple[str, str]], journal: int) -> list[str]:
+        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs."""
+        self.objects.mkdir(parents=True, exist_ok=True)
+        groups = {
+            "params": Payload(params=state.params),
+            **{f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra},
+        }
+        manifest = {
+            "round": state.round,
+            "stage": state.stage,
+            "model": asdict(state.model) if state.model else None,
+            "groups": {name: self._object(payload) for name, payload in groups.items()},
+            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
+            "journal": journal,
+            "config": self.config,
+        }
+        body = json.dumps(manifest).encode()
+        name = f"{state.round:07d}-{state.stage:05d}.json"
+        write_whole(self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode())
+        write_whole(self.folder / "LATEST", name.encode())
+        return self._prune(name)
+
+    def latest(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None if there never was one.
+
+        A damaged one is passed over for the one before it. Raises CorruptFile if checkpoints exist and none is whole.
+        """
+        names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
+        problems = []
+        for name in self._from_latest(names):
+            try:
+                return self._load(name)
+            except CorruptFile as error:
+                problems.append(str(error))
+        if problems:
+            raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
+        return None
+
+    def _from_latest(self, names: list[str]) -> list[str]:
+        """Names from the newest that ``LATEST`` vouches for; one written later was never completed."""
+        try:
+            newest = (self.folder / "LATEST").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return names
+        return [n for n in names if n <= newest] or names
+
+    def _object(self, payload: Payload) -> str:
+        data = encode(payload)
+        name = digest(data)
+        path = self.objects / f"{name}.safetensors"
+        if not path.exists():
+            write_whole(path, data)
+        return name
+
+    def _load(self, name: str) -> Restored:
+        manifest = self._manifest(name)
+        if manifest["config"] != self.config:
+            raise CorruptFile(f"{self.folder / name} belongs to another configuration")
+        groups: dict[str, Any] = {}
+        for key, sha in manifest["groups"].items():
+            groups.update({key: g for g in self._group(sha).values()})
+        model = manifest["model"]
+        if model:
+            fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in model["fields"])
+            model = ModelSpec(model["name"], tuple(model["input_shape"]), model["classes"], fields)
+        extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
+        state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
+        memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
+        return Restored(state, memory, manifest["journal"])
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            whole = json.loads(path.read_bytes())
+            manifest: dict[str, Any] = whole["manifest"]
+            if digest(json.dumps(manifest).encode()) != whole["sha256"]:
+                raise ValueError("its SHA-256 is not the one noted")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+        return manifest
+
+    def _group(self, sha: str) -> Payload:
+        path = self.objects / f"{sha}.safetensors"
+        try:
+            data = path.read_bytes()
+            if digest(data) != sha:
+                raise BadPayload("its SHA-256 is not its name")
+            return decode(data)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+
+    def _prune(self, newest: str) -> list[str]:
+        names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
+        needed: set[str] = set()
+        memory: set[str] = set()
+        for name in names[-KEPT:]:
+            for manifest in self._whole(name):
+                needed.update(manifest["groups"].values())
+                memory.update(file for file, _ in manifest["memory"].values())
+        for name in names[:-KEPT]:
+            (self.folder / name).unlink()
+        for path in self.objects.glob("*.safetensors"):
+            if path.stem not in needed:
+                path.unlink()
+        return sorted(memory)
+
+    def _whole(self, name: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield self._manifest(name)
+        except CorruptFile:
+            return

@@ -1,0 +1,135 @@
+"""What a run will do, worked out before it starts: stages, steps, bytes, memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.settings import Settings
+from fedstill.models import contract
+from fedstill.records import SERVER, Payload, Stage
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """One round's work, for the first round: what a reader can check before hours are spent."""
+
+    stages: tuple[str, ...]
+    clients: int
+    examples: int
+    steps: int
+    bytes_down: int
+    bytes_up: int
+    parameters: int
+    data_bytes: int
+    rounds: int
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Names and values, as a person reads them."""
+        return [
+            ("stages a round", " → ".join(self.stages)),
+            ("clients a round", f"{self.clients}"),
+            ("examples a round", f"{self.examples:,}"),
+            ("optimiser steps a round", f"{self.steps:,}"),
+            ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
+            ("parameters", f"{self.parameters:,}"),
+            ("sent down a round", human(self.bytes_down)),
+            ("sent up a round", human(self.bytes_up)),
+            ("training data", human(self.data_bytes)),
+            ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
+        ]
+
+
+def arithmetic(prepared: Prepared) -> Arithmetic:
+    """The arithmetic of round 1; ``rounds`` times this, but for sampling, is the run."""
+    settings, world = prepared.settings, prepared.world
+    stages = settings.topology(1, world)
+    state = settings.method.setup(world)
+    down = up = steps = examples = 0
+    acting: set[int] = set()
+    for stage in stages:
+        for client in stage.clients:
+            sent = settings.method.down(state, client, stage, world)
+            if sent is None:
+                continue
+            acting.add(client)
+            count = _examples(prepared, client, stage)
+            down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
+            examples, steps = examples + count, steps + _steps(prepared, stage, count)
+    return Arithmetic(
+        stages=_shown(stages),
+        clients=len(acting - {SERVER}),
+        examples=examples,
+        steps=steps,
+        bytes_down=down,
+        bytes_up=up,
+        parameters=sum(v.numel() for v in world.initial(SERVER).values()),
+        data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
+        rounds=settings["rounds"],
+    )
+
+
+def values(settings: Settings) -> list[tuple[str, Any, str]]:
+    """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
+    return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
+
+
+def human(count: float) -> str:
+    """A number of bytes as a person reads it.
+
+    >>> human(2_500_000)
+    '2.5 MB'
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _origin(key: str, origins: Mapping[str, str]) -> str:
+    whole, table = origins.get(key), origins.get(key.partition(".")[0])
+    if whole is None and table is not None and key.rpartition(".")[2] in ("name", "kind"):
+        whole = table
+    if whole is None and key.startswith("plan."):
+        whole = origins.get("plan." + key.rpartition(".")[2])
+    return whole or "default"
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    out: list[tuple[str, Any]] = []
+    for key, value in tree.items():
+        out += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
+    return out
+
+
+def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
+    if stage.view == "public" or client == SERVER:
+        return len(prepared.sites.public or Payload())
+    return len(prepared.sites.view(client, stage).data)
+
+
+def _steps(prepared: Prepared, stage: Stage, examples: int) -> int:
+    plan = prepared.world.plans.get(stage.name)
+    if plan is None:
+        return 0
+    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
+
+
+def _shown(stages: list[Stage]) -> tuple[str, ...]:
+    if stages[0].alone:
+        return (f"{len(stages)} × {stages[0].name}, one client after another",)
+    return tuple(f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages)
+
+
+def models(prepared: Prepared) -> list[tuple[str, int, str]]:
+    """(name, parameters, capabilities) of each architecture in a run."""
+    world = prepared.world
+    specs = {str(world.model(c)): world.model(c) for c in (SERVER, *range(world.clients))}
+    return [
+        (name, sum(v.numel() for v in contract.initial(s, 0).values()), ", ".join(sorted(contract.capabilities(s))))
+        for name, s in specs.items()
+    ]

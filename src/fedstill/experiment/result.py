@@ -1,0 +1,66 @@
+"""What a finished run leaves: its final model, a summary, and the Result that Python hands back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from fedstill.experiment import journal as journals
+from fedstill.experiment.settings import Settings
+from fedstill.files import write_whole
+from fedstill.records import State
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round."""
+
+    accuracy: float
+    forgetting: float
+    history: list[dict[str, Any]]
+    model: dict[str, Tensor]
+    directory: Path
+    summary: Mapping[str, Any]
+
+    @staticmethod
+    def of(folder: Path) -> Result:
+        """The result of a finished run's directory."""
+        summary = json.loads((folder / "summary.json").read_text())
+        history = [e for e in journals.read(folder / "journal.jsonl") if e["event"] == "round"]
+        model = safetensors.torch.load_file(folder / "model.safetensors")
+        return Result(summary["accuracy"], summary["forgetting"], history, model, folder, summary)
+
+
+def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+    """The run in one mapping. Papers don't say which accuracy they print, so: the last, the best, the last ten's mean."""
+    accuracies = [e["accuracy"] for e in history]
+    return {
+        "method": settings["method"]["name"],
+        "dataset": settings["data"]["name"],
+        "partition": settings["partition"]["kind"],
+        "topology": settings["topology"]["kind"],
+        "clients": settings.clients,
+        "rounds": settings["rounds"],
+        "seed": settings["seed"],
+        "accuracy": accuracies[-1],
+        "best_accuracy": max(accuracies),
+        "mean_accuracy_last_10": sum(accuracies[-10:]) / len(accuracies[-10:]),
+        "forgetting": history[-1]["forgetting"],
+        "bytes_up": sum(e["bytes_up"] for e in history),
+        "bytes_down": sum(e["bytes_down"] for e in history),
+        "seconds": seconds,
+        "seconds_training": sum(e["seconds_training"] for e in history),
+    }
+
+
+def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
+    """Write ``model.safetensors`` and then ``summary.json``, whose presence says that the run is finished."""
+    params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
+    write_whole(folder / "model.safetensors", safetensors.torch.save(params))
+    write_whole(folder / "summary.json", json.dumps(summary, indent=2).encode())

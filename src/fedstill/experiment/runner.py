@@ -1,0 +1,233 @@
+"""The runner: starts or resumes a run in its directory, and drives the round loop to its end."""
+
+from __future__ import annotations
+
+import platform
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+import fedstill
+from fedstill.data.examples import Dataset
+from fedstill.errors import CorruptFile, RunBusy, RunExists
+from fedstill.experiment import journal as journals
+from fedstill.experiment.checkpoint import Checkpoints, Restored
+from fedstill.experiment.config import Experiment, as_toml, from_tree
+from fedstill.experiment.measuring import Measuring
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.result import Result, summary_of, write_result
+from fedstill.experiment.settings import Settings, settle
+from fedstill.files import digest, write_whole
+from fedstill.method import run_census, run_round
+from fedstill.records import Payload, Reply, Stage, State
+from fedstill.wire.screen import Refusal
+
+
+class Progress(Protocol):
+    """Who watches a run: called after every stage and every round; may ask it to stop."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """A stage is done."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """A round is done and measured."""
+
+    def stop(self) -> bool:
+        """Whether to end after this stage."""
+
+
+class Quiet:
+    """Nobody watches."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Never."""
+        return False
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has: its checkpoint is written."""
+
+
+def run(
+    experiment: Experiment, out: Path | str | None = None, data: Dataset | None = None, watch: Progress | None = None
+) -> Result:
+    """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
+
+    ``data``: a data set in memory, instead of the one that the config names. Raises ConfigError and its kin before
+    anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then the
+    directory keeps the last good state.
+    """
+    settings = settle(experiment)
+    prepared = prepare(settings, data)
+    folder = new_directory(settings, Path(out) if out else None)
+    with locked(folder):
+        write_whole(folder / "config.toml", as_toml(settings.tree).encode())
+        with closing(_Driver(prepared, folder, watch or Quiet())) as driver:
+            return driver.start()
+
+
+def resume(directory: Path | str, data: Dataset | None = None, watch: Progress | None = None) -> Result:
+    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
+    folder = Path(directory)
+    settings = settings_of(folder)
+    with locked(folder):
+        if (folder / "summary.json").is_file():
+            return Result.of(folder)
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet())) as driver:
+            return driver.resume()
+
+
+def settings_of(folder: Path) -> Settings:
+    """The settings of an existing run."""
+    path = folder / "config.toml"
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} cannot be read: {error}") from error
+    return settle(from_tree(tree, {}, folder))
+
+
+def new_directory(settings: Settings, out: Path | None) -> Path:
+    """A directory for a new run; raises RunExists if it holds anything already."""
+    name = settings["method"]["name"].rpartition("/")[2].replace(":", "-")
+    base = Path("runs") / f"{name}-{settings['data']['name'].replace('/', '-')}-seed{settings['seed']}"
+    folder = out or next(p for i in range(1, 100_000) if not (p := base.with_name(f"{base.name}-{i}")).exists())
+    if folder.is_file() or (folder.is_dir() and any(p.name != "lock" for p in folder.iterdir())):
+        raise RunExists(f"{folder} is not empty; choose another --out, or go on with `fedstill resume {folder}`")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Any:
+    """Hold a run's directory against other processes; the lock goes with this process, however it ends."""
+    if not folder.is_dir():
+        raise RunExists(f"there is no directory {folder}")
+    lock = FileLock(folder / "lock", timeout=0)
+    try:
+        with lock:
+            yield
+    except Timeout as error:
+        raise RunBusy(f"{folder} is being written by another process; wait for it, or end it") from error
+
+
+@dataclass
+class _Driver:
+    """One run from here to its end."""
+
+    prepared: Prepared
+    folder: Path
+    watch: Progress
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        self.settings, self.world, self.method = settings, self.prepared.world, settings.method
+        self.journal = journals.Journal(self.folder / "journal.jsonl")
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", digest((self.folder / "config.toml").read_bytes()))
+        self.engine = self.prepared.engine(self.folder / "memory")
+        self.measuring = Measuring(self.prepared)
+        self.began = time.perf_counter()
+        self.stages: Sequence[Stage] = ()
+
+    def start(self) -> Result:
+        """From the beginning."""
+        state = self.method.setup(self.world)
+        self.journal.write("start", **self._versions(), **self.measuring.split())
+        self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
+        if "label_counts" in self.method.needs:
+            state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)
+        else:
+            self._save(state)
+        return self._rounds(state)
+
+    def resume(self) -> Result:
+        """From the last whole checkpoint; from the beginning if there is none."""
+        restored: Restored | None = self.checkpoints.latest()
+        if restored is None:
+            self.journal.cut(0)
+            return self.start()
+        self.journal.cut(restored.journal)
+        self._check_sources()
+        self.measuring.replay(journals.read(self.journal.path))
+        self.engine.memory.index.update(restored.memory)
+        return self._rounds(restored.state)
+
+    def close(self) -> None:
+        """Close the journal."""
+        self.journal.close()
+
+    def _rounds(self, state: State) -> Result:
+        last = self.settings["rounds"]
+        while state.round <= last:
+            self.stages = self.settings.topology(state.round, self.world)
+            began = time.perf_counter()
+            state = run_round(
+                self.method, state, self.stages, self.world, self.engine, self._after_stage, self.settings.rules
+            )
+            trained = time.perf_counter() - began
+            event = self.measuring.round(state.round - 1, self._predictors(state), trained)
+            self.journal.write("round", **event)
+            self.watch.round(event, last)
+        self.journal.sync()
+        summary = summary_of(self.settings, self.measuring.history, time.perf_counter() - self.began)
+        write_result(self.folder, state, summary)
+        return Result.of(self.folder)
+
+    def _after_stage(
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
+        state: State,
+    ) -> None:
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.write(**event)
+        self._save(state)
+        self.watch.stage(stage.round, self.settings["rounds"], stage.index, len(self.stages))
+        if self.watch.stop():
+            raise Interrupted(str(self.folder))
+
+    def _save(self, state: State) -> None:
+        named = self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync())
+        self.engine.memory.prune(named)
+
+    def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
+        torch.set_num_threads(self.settings.many_threads[1])
+        return self.method.predictors(state, self.world)
+
+    def _versions(self) -> dict[str, Any]:
+        return {
+            "fedstill": fedstill.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "sources": self._sources(),
+        }
+
+    def _sources(self) -> dict[str, str]:
+        tree = self.settings.tree
+        names = [tree["method"]["name"], tree["model"]["name"], tree["partition"]["kind"], tree["topology"]["kind"]]
+        paths = sorted({n.partition(":")[0] for n in (*names, *tree["clients"]["models"]) if ".py" in n})
+        return {p: digest(Path(p).read_bytes()) for p in paths}
+
+    def _check_sources(self) -> None:
+        start = journals.read(self.journal.path)[0]
+        for path, sha in self._sources().items():
+            if start["sources"].get(path) != sha:
+                raise CorruptFile(f"{path} is not the file that the run was started with; put that one back to resume")

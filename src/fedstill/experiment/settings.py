@@ -1,0 +1,159 @@
+"""Settings: an experiment with every value resolved and checked, before any data are read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from fedstill import registry
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, checked, fields_of, plan_for
+from fedstill.fields import Count
+from fedstill.method import Method
+from fedstill.records import Plan
+from fedstill.topology import Topology
+from fedstill.wire.screen import Rules
+
+DEFAULT_CLIENTS = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every value of a run (``tree``, as it stands in the run's config.toml) and the things built from them."""
+
+    tree: Mapping[str, Any]
+    origins: Mapping[str, str]
+    method: Method
+    topology: Topology
+    plans: Mapping[str, Plan]
+    rules: Rules
+    clients: int
+
+    def __getitem__(self, key: str) -> Any:
+        return self.tree[key]
+
+    @property
+    def many_threads(self) -> tuple[int, int]:
+        """Torch threads in a stage of many clients, and in one of a single client."""
+        many, one = self.tree["threads"]
+        return many, one
+
+    def named(self, table: str) -> tuple[registry.Entry, dict[str, Any]]:
+        """The registered thing that a table names, and the fields set for it."""
+        values = dict(self.tree[table])
+        return registry.lookup(table, values.pop(NAMED[table][0])), values
+
+
+def settle(experiment: Experiment) -> Settings:
+    """Resolve and check every value; raises ConfigError with one line that names the key and what to write."""
+    top = checked(TOP, {k: getattr(experiment, k) for k in TOP}, "")
+    top["threads"] = _threads(top["threads"])
+    _check_measures(top["measure"])
+    data = checked(DATA, experiment.table("data"), "data")
+    data["name"] = _data_name(data["name"], experiment.base)
+    rules = checked(CLIENTS, experiment.table("clients"), "clients")
+    rules["models"] = tuple(_resolved_name("model", n, experiment.base) for n in rules["models"])
+    if experiment.table("privacy"):
+        raise UnknownName("key", "privacy." + next(iter(experiment.table("privacy"))), [], "config")
+    method, method_values = _thing(experiment, "method", {})
+    clients = _clients(experiment)
+    default = {"topology": method.topology, "model": "digits_cnn" if data["name"] == "digits" else "cnn"}
+    topology, topology_values = _thing(experiment, "topology", default)
+    model_values = _values(experiment, "model", default)
+    partition_values = _values(experiment, "partition", default)
+    plans = _plans(method, experiment.table("plan"))
+    _check_rounds(top, topology_values)
+    tree = {
+        **top,
+        "data": data,
+        "partition": partition_values,
+        "topology": {**topology_values, "clients": clients},
+        "model": model_values,
+        "method": method_values,
+        "clients": rules,
+        "plan": {name: {f.name: getattr(p, f.name) for f in fields(p)} for name, p in plans.items()},
+    }
+    limits = Rules(rules["quorum"], rules["norm_limit"])
+    return Settings(tree, experiment.origins, method, topology, plans, limits, clients)
+
+
+def as_experiment(settings: Settings) -> Experiment:
+    """The experiment that says every resolved value outright."""
+    return Experiment(**{k: v for k, v in settings.tree.items()}, origins=settings.origins)
+
+
+def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
+    key = NAMED[kind][0]
+    live = getattr(experiment, kind)
+    if isinstance(live, Method):
+        given = {f.name: getattr(live, f.name) for f in fields(live)}
+        experiment = replace(experiment, method={key: registry.name_of(kind, type(live)), **given})
+    values = _values(experiment, kind, default)
+    entry = registry.lookup(kind, values[key])
+    return entry.build(**{k: v for k, v in values.items() if k != key}), values
+
+
+def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> dict[str, Any]:
+    key, first = NAMED[kind]
+    given = experiment.table(kind)
+    if kind in ("partition", "topology"):
+        given.pop("clients", None)
+    name = given.pop(key, default.get(kind, first))
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind}.{key} = {name!r} must be a name, a file or an import path")
+    entry, fields = fields_of(kind, name, experiment.base)
+    return {key: _resolved_name(kind, name, experiment.base), **checked(fields, given, f"{kind} {entry.name}")}
+
+
+def _resolved_name(kind: str, name: str, base: Path | None) -> str:
+    registry.lookup(kind, name, base)
+    path, colon, attribute = name.partition(":")
+    return str(((base or Path.cwd()) / path).resolve()) + colon + attribute if path.endswith(".py") else name
+
+
+def _data_name(name: str, base: Path | None) -> str:
+    if name in registry.names("dataset"):
+        return name
+    path, colon, attribute = name.partition(":")
+    place = (base or Path.cwd()) / Path(path).expanduser()
+    return str(place.resolve()) + colon + attribute if place.exists() else name
+
+
+def _clients(experiment: Experiment) -> int:
+    said = {t: experiment.table(t)["clients"] for t in ("topology", "partition") if "clients" in experiment.table(t)}
+    if len(set(said.values())) > 1:
+        raise ConfigError(f"topology.clients = {said['topology']} and partition.clients = {said['partition']} differ")
+    value = next(iter(said.values()), DEFAULT_CLIENTS)
+    return int(checked({"clients": (Count, ...)}, {"clients": value}, "topology")["clients"])
+
+
+def _plans(method: Method, table: Mapping[str, Any]) -> dict[str, Plan]:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and name not in method.plans:
+            raise UnknownName("stage", name, method.plans, where="plan")
+    common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
+    return {
+        stage: plan_for(default, {**common, **table.get(stage, {})}, f"plan.{stage}")
+        for stage, default in method.plans.items()
+    }
+
+
+def _threads(value: Any) -> tuple[int, int]:
+    if value == "auto":
+        return 1, os.cpu_count() or 1
+    return (value, value) if isinstance(value, int) else value
+
+
+def _check_measures(names: tuple[str, ...]) -> None:
+    known = registry.names("measure")
+    for name in names:
+        if name not in known:
+            raise UnknownName("measure", name, known, where="measure")
+
+
+def _check_rounds(top: Mapping[str, Any], topology: Mapping[str, Any]) -> None:
+    if topology["kind"] == "peer_to_peer" and top["rounds"] > 1 and not isinstance(top["rounds"], bool):
+        raise ConfigError("rounds: peer_to_peer is one shot; set rounds = 1")

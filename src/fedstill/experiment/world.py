@@ -1,0 +1,37 @@
+"""The world of a run: what every side may know before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fedstill.keys import seed_for
+from fedstill.models import contract
+from fedstill.records import SERVER, ModelSpec, Plan, Tensors
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty."""
+
+    clients: int
+    classes: int
+    rounds: int
+    seed: int
+    plans: Mapping[str, Plan]
+    server_model: ModelSpec
+    client_models: tuple[ModelSpec, ...] = ()
+    _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
+
+    def model(self, client: int) -> ModelSpec:
+        """The architecture of a client, or of the server."""
+        if client == SERVER or not self.client_models:
+            return self.server_model
+        return self.client_models[client % len(self.client_models)]
+
+    def initial(self, client: int) -> Tensors:
+        """Initial parameters, keyed by architecture: equal ones start equal, and nothing needs to be sent."""
+        spec = self.model(client)
+        if spec not in self._initial:
+            self._initial[spec] = contract.initial(spec, seed_for(self.seed, 0, 0, SERVER, f"initial {spec}"))
+        return self._initial[spec]

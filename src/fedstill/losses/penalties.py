@@ -1,0 +1,24 @@
+"""Penalties on parameters: what a client pays for leaving where it started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def proximal(params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: float | Tensor) -> Tensor:
+    """The proximal term, one number for the model: ``(mu / 2) ||params - anchor||²`` over all named tensors.
+
+    params: {name: tensor}, the entries in training and no buffers; anchor: at least the same names, equal shapes;
+    mu >= 0. Gives a () tensor, >= 0. Its gradient is ``mu (params - anchor)``, 0 at the anchor.
+
+    Source: Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx).
+
+    >>> proximal({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}, mu=0.1)
+    tensor(1.2500)
+    """
+    if not params:
+        return torch.zeros(())
+    return mu / 2 * torch.stack([(w - anchor[name]).square().sum() for name, w in params.items()]).sum()

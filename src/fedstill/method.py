@@ -1,0 +1,172 @@
+"""Method: what the server does; and run_round, the one short loop that hosts every method and topology."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.aggregate import weighted_mean
+from fedstill.errors import Diverged, TooFewReplies
+from fedstill.fields import check_ranges
+from fedstill.models.contract import predictor
+from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
+from fedstill.wire.screen import Refusal, Rules, screen
+from fedstill.work import Census, ClientWork
+
+GROWTH = 100.0
+"""The norm guard: global parameters this many times the norm of the initial ones (at least 1) have diverged."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """The server's half of a method; its fields are its hyper-parameters. As it stands it is federated averaging.
+
+    ``topology``: the default schedule. ``stages``: the names of stages it knows. ``needs``: what it cannot do without
+    ("public_data", "features", "head", "same_shapes", "label_counts"). ``permits``: what may be done to its replies
+    ("linear_fold" for secure sums, "central_noise"). ``plans``: the paper's training settings by stage.
+    """
+
+    topology: ClassVar[str] = "parallel"
+    stages: ClassVar[frozenset[str]] = frozenset({"train"})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
+    permits: ClassVar[frozenset[str]] = frozenset()
+    plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def setup(self, world: World) -> State:
+        """The state before round 1."""
+        return State(params=world.initial(SERVER))
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        """The state at the start of a round, when its schedule is known."""
+        return state
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        """What a client receives in a stage; None if it has nothing to do."""
+        return Payload(params=state.params)
+
+    def work(self, stage: Stage) -> ClientWork:
+        """What a client does in a stage."""
+        return ClientWork()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        """A payload like the reply must be: its groups, names, shapes and types count, its values do not."""
+        return Payload(params=world.initial(client))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        """The next state from the accepted replies, sorted by client id."""
+        return state.next(params=weighted_mean(replies))
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C)."""
+        return {"global": predictor(state.model or world.model(SERVER), state.params)}
+
+
+class Engine(Protocol):
+    """Carries a stage out: how, the engine decides; what, the method."""
+
+    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The replies of the clients that were sent something; a client that fails replies with the reason."""
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what these clients remember of a stage; what the others remember of it is dropped."""
+
+
+Watch = Callable[[Stage, Sequence[Reply], Sequence[Refusal], Mapping[int, Payload], State], None]
+"""Called after every stage with its replies, refusals, what was sent down, and the state after it."""
+
+
+def census_stage(world: World) -> Stage:
+    """The stage before round 1 in which every client sends its label counts."""
+    return Stage(0, 0, "census", tuple(range(world.clients)))
+
+
+def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
+    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
+    stage = census_stage(world)
+    downs = {c: Payload() for c in stage.clients}
+    expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
+    replies, refused = screen(lambda _: expected, stage, downs, engine.run(Census(), stage, downs, world.seed), rules)
+    _demand_quorum(stage, replies, refused, rules)
+    labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
+    for reply in replies:
+        labels[reply.client] = reply.up.tensor("labels")
+    state = replace(state.next(labels=labels), round=1, stage=0)
+    watch(stage, replies, refused, downs, state)
+    return state
+
+
+def run_round(
+    method: Method, state: State, stages: Sequence[Stage], world: World, engine: Engine, watch: Watch, rules: Rules
+) -> State:
+    """One round, from the stage that the state names: the same for every method, topology and engine.
+
+    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed), Diverged
+    if parameters blow up. The state of the last good stage is the one last given to ``watch``.
+    """
+    if state.stage == 0:
+        state = method.open(state, stages, world)
+    for stage in stages[state.stage :]:
+        state = _run_stage(method, state, stage, stages, world, engine, watch, rules)
+    return replace(state.without("answered"), round=state.round + 1, stage=0)
+
+
+def _run_stage(
+    method: Method,
+    state: State,
+    stage: Stage,
+    stages: Sequence[Stage],
+    world: World,
+    engine: Engine,
+    watch: Watch,
+    rules: Rules,
+) -> State:
+    downs = {c: d for c in stage.clients if (d := method.down(state, c, stage, world)) is not None}
+    came = engine.run(method.work(stage), stage, downs, world.seed)
+    replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)
+    done = int(state.extra.get("answered", 0))
+    if downs and not (stage.alone and (replies or done or stage.index + 1 < len(stages))):
+        _demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
+    engine.commit(stage, [r.client for r in replies])
+    if replies:
+        state = method.fold(state, replies, stage, world)
+        _guard(state, stage, replies, world)
+        if stage.alone:
+            state = state.next(answered=done + 1)
+    state = replace(state, stage=stage.index + 1)
+    watch(stage, replies, refused, downs, state)
+    return state
+
+
+def _demand_quorum(stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], rules: Rules) -> None:
+    least = math.ceil(rules.quorum * len(stage.clients))
+    if len(replies) >= least:
+        return
+    where = f"round {stage.round}, stage {stage.name!r}"
+    first = f"client {refused[0].client} {refused[0].reason}" if refused else "nobody answered"
+    if refused and all(r.diverged for r in refused):
+        raise Diverged(f"{where}: {first}; lower plan.lr, or clip gradients with plan.clip_norm")
+    raise TooFewReplies(
+        f"{where}: {len(replies)} of {len(stage.clients)} clients replied well, {least} are needed "
+        f"(clients.quorum = {rules.quorum:g}); the first refused: {first}"
+    )
+
+
+def _guard(state: State, stage: Stage, replies: Sequence[Reply], world: World) -> None:
+    norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
+    if norm <= limit:
+        return
+    sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
+    worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
+    raise Diverged(
+        f"round {stage.round}, stage {stage.name!r}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; "
+        f"the largest came from client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
+    )

@@ -1,0 +1,35 @@
+"""FedAvg: clients train the global model on their own data; the server averages what they send.
+
+Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017), Algorithm 1;
+training settings from Lee et al., "Preservation of the Global Knowledge by Not-True Distillation" (2022), appendix B.3.
+Reading: FedNTD's section 4.1 says an initial learning rate of 0.1, its appendix and code 0.01; we take 0.01.
+Reading: eq. 2 weighs clients by size, Algorithm 1 prints the uniform mean; ``aggregation`` chooses, by size as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.method import Method
+from fedstill.records import Plan, Reply, Stage, State, World
+from fedstill.registry import method
+
+PAPER = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
+"""FedNTD's settings: five epochs, batches of 50, momentum 0.9, the learning rate 1% smaller after every round."""
+
+
+@method("fedavg")
+@dataclass(frozen=True)
+class FedAvg(Method):
+    """Average the models that clients trained on their own data."""
+
+    plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
+    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
+
+    aggregation: Weighting = "examples"
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state.next(params=weighted_mean(replies, weighting=self.aggregation))

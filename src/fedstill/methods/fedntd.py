@@ -1,0 +1,104 @@
+"""FedNTD: distil only the not-true classes from the global model, so that local training forgets less of them.
+
+Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning" (2022),
+eq. 10, with the mix of appendix H and the squared-error variant of appendix L.
+Symbols: beta = weight of not-true distillation; tau = ``temperature``; lambda = ``mix``.
+Reading: eq. 10 has no tau^2, the authors' code does; we keep it (it matters away from tau = 1 only).
+Reading: appendix H's mix has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3; we follow appendix H.
+Reading: appendix L leaves the reduction open; divergence at beta 0.3 fits a sum over the C-1 logits, not a mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive, Share
+from fedstill.losses import kd, nckd, other_mse
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Stage, Step, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedntd")
+@dataclass(frozen=True)
+class FedNTD(FedAvg):
+    """FedAvg with not-true distillation from the round's global model."""
+
+    beta: NonNegative = 1.0
+    temperature: Positive = 1.0
+
+    def work(self, stage: Stage) -> ClientWork:
+        return NotTrue(self)
+
+
+@method("fedntd_mse")
+@dataclass(frozen=True)
+class FedNTDSquared(FedAvg):
+    """FedNTD with squared error between the not-true logits instead of the divergence."""
+
+    beta: NonNegative = 0.01
+    reduction: Literal["sum", "mean"] = "sum"
+
+    def work(self, stage: Stage) -> ClientWork:
+        return NotTrueSquared(self)
+
+
+@method("kd_ntd")
+@method("kd", about="Distillation of all classes from the round's global model: the mix at 0.", mix=0.0)
+@dataclass(frozen=True)
+class KDToNTD(FedAvg):
+    """Distillation that goes from all classes (mix 0) to the not-true classes (mix 1)."""
+
+    mix: Share = 0.5
+    temperature: Positive = 1.0
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Mixed(self)
+
+
+class FromGlobal(ClientWork):
+    """Local training with the parameters received as frozen teacher ``global``."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params=down.params, teachers={"global": down.params})
+
+
+@dataclass(frozen=True)
+class NotTrue(FromGlobal):
+    """Cross-entropy and beta times the divergence over the not-true classes."""
+
+    method: FedNTD
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        far = nckd(step.logits(), step.teacher("global"), step.y, self.method.temperature)  # (B,)
+        return {**super().terms(step, carry), "not_true": self.method.beta * far}
+
+
+@dataclass(frozen=True)
+class NotTrueSquared(FromGlobal):
+    """Cross-entropy and beta times the squared error of the not-true logits."""
+
+    method: FedNTDSquared
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        far = other_mse(step.logits(), step.teacher("global"), step.y, self.method.reduction)  # (B,)
+        return {**super().terms(step, carry), "not_true": self.method.beta * far}
+
+
+@dataclass(frozen=True)
+class Mixed(FromGlobal):
+    """Cross-entropy, (1 - mix) of the divergence over all classes, and mix of that over the not-true classes."""
+
+    method: KDToNTD
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
+        return {
+            **super().terms(step, carry),
+            "all_classes": (1 - m.mix) * kd(student, teacher, m.temperature),
+            "not_true": m.mix * nckd(student, teacher, step.y, m.temperature),
+        }

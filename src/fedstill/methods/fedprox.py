@@ -1,0 +1,47 @@
+"""FedProx: stay near the global model by a quadratic penalty.
+
+Source: Li et al., "Federated Optimization in Heterogeneous Networks" (2020), eq. 2.
+Symbols: mu = weight of the penalty.
+Reading: FedNTD's table 5 has mu = 0.1, its configuration 1.0; we take the table's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedstill.fields import NonNegative
+from fedstill.losses import proximal
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
+from fedstill.records import Carry, Payload, Stage, Step, View, World
+from fedstill.registry import method
+from fedstill.trees import only
+from fedstill.work import ClientWork
+
+
+@method("fedprox")
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """FedAvg with (mu/2) ||w - w_global||^2 added to each client's loss."""
+
+    mu: NonNegative = 0.1
+
+    def work(self, stage: Stage) -> ClientWork:
+        return LocalTraining(self.mu)
+
+
+@dataclass(frozen=True)
+class LocalTraining(ClientWork):
+    """Cross-entropy and the distance to the parameters received, over what is trained."""
+
+    mu: float
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        anchor = only(down.params, sorted(trainable_names(view.model)))
+        return Carry(params=down.params, constants={"anchor": anchor})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        now = only(step.params, carry["anchor"])
+        return {**super().terms(step, carry), "proximal": proximal(now, carry["anchor"], self.mu)}

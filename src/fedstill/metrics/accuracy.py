@@ -1,0 +1,109 @@
+"""Accuracy: over a test set, by class, and weighted by what one client holds or asks for.
+
+Accuracies are in [0, 1]; a class without a test example is NaN and is left out (see ``values``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from fedstill.errors import ConfigError
+from fedstill.metrics.values import Numbers, Values, same_classes, values, weighted_mean
+
+
+def top1(correct: Numbers, total: Numbers) -> float:
+    """The share of all examples whose most likely class is their label, from counts per class.
+
+    correct, total: (C,) counts, 0 <= correct <= total. NaN without examples.
+
+    >>> top1([3, 0], [4, 1])
+    0.6
+    """
+    right, all_ = values(correct, 1, "correct counts"), values(total, 1, "total counts")
+    same_classes(right, all_)
+    return float(right.sum() / all_.sum()) if all_.sum() > 0 else float("nan")
+
+
+def class_accuracy(correct: Numbers, total: Numbers) -> Values:
+    """Accuracy of each class from counts per class: (C,) counts, gives a (C,) array, NaN where total is 0.
+
+    >>> class_accuracy([3, 0], [4, 0])
+    array([0.75,  nan])
+    """
+    right, all_ = values(correct, 1, "correct counts"), values(total, 1, "total counts")
+    same_classes(right, all_)
+    return np.divide(right, all_, out=np.full_like(right, np.nan), where=all_ > 0)
+
+
+def in_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool = False) -> float:
+    """Accuracy on a test set whose labels are distributed as the client's own: ``sum_c p_c A_c``.
+
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has.
+
+    Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
+
+    >>> in_local_accuracy([1.0, 0.5], [0.75, 0.25])
+    0.875
+    """
+    accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
+    return weighted_mean(accuracy, (shares > 0).astype(np.float64) if seen else shares)
+
+
+def out_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool = False) -> float:
+    """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with ``p~_c = (1 - p_c) / (C - 1)``.
+
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has not.
+
+    Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
+
+    >>> out_local_accuracy([0.9, 0.1], [1.0, 0.0])
+    0.1
+    """
+    accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
+    return weighted_mean(accuracy, (shares <= 0).astype(np.float64) if seen else 1 - shares)
+
+
+def average_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Iterable[int]) -> float:
+    """Accuracy over a client's local and queried classes: a local class weighs its share, a queried one weighs 1.
+
+    class_accuracy, proportions: (C,); query: class ids. Without a query this is
+    ``in_local_accuracy``. Raises ConfigError for a class id outside [0, C).
+
+    Source: QKT, sec. 4.1 and appendix A.2 (Average Accuracy).
+    Reading: a class both local and queried is counted once, with weight 1.
+
+    >>> average_accuracy([1.0, 1.0, 0.0], [0.5, 0.5, 0.0], query=[2])    # perfect at home, nothing learned
+    0.5
+    """
+    accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
+    return weighted_mean(accuracy, np.where(_asked(query, len(accuracy)), 1.0, shares))
+
+
+def uniform_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Iterable[int]) -> float:
+    """The plain mean accuracy over a client's local and queried classes.
+
+    class_accuracy, proportions: (C,); query: class ids. Raises ConfigError for a class id outside [0, C).
+
+    Source: QKT, appendix (uniform accuracy).
+
+    >>> uniform_accuracy([1.0, 0.5, 0.0], [0.9, 0.1, 0.0], query=[2])
+    0.5
+    """
+    accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
+    return weighted_mean(accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64))
+
+
+def _accuracy_and_shares(class_accuracy: Numbers, proportions: Numbers) -> tuple[Values, Values]:
+    accuracy, shares = values(class_accuracy, 1, "class accuracies"), values(proportions, 1, "label shares")
+    same_classes(accuracy, shares)
+    return accuracy, shares
+
+
+def _asked(query: Iterable[int], classes: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    ids = [int(c) for c in query]
+    for c in ids:
+        if not 0 <= c < classes:
+            raise ConfigError(f"query class {c} is outside [0, {classes})")
+    return np.isin(np.arange(classes), ids)

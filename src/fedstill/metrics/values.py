@@ -1,0 +1,47 @@
+"""The numbers that measures work on: float64 arrays in which NaN (or ``None``) means "not measured".
+
+A class without a test example has no accuracy. Every measure leaves such classes out, as if the data set did not have
+them, and gives NaN where nothing is left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from fedstill.errors import ConfigError
+
+Numbers = Tensor | ArrayLike
+Values = NDArray[np.float64]
+
+
+def values(numbers: Numbers, dims: int, what: str) -> Values:
+    """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError for another shape.
+
+    >>> values([0.5, None], 1, "accuracies")
+    array([0.5, nan])
+    """
+    if isinstance(numbers, Tensor):
+        numbers = numbers.detach().cpu().double().numpy()
+    out = np.array(numbers, dtype=np.float64)
+    if out.ndim != dims:
+        raise ConfigError(f"{what} must have {dims} {'axis' if dims == 1 else 'axes'}, not the shape {out.shape}")
+    return out
+
+
+def same_classes(*arrays: Values) -> None:
+    """Raise ConfigError unless all arrays have equally many classes (their last axis)."""
+    if len({a.shape[-1] for a in arrays}) > 1:
+        raise ConfigError(f"these disagree on the number of classes: shapes {[a.shape for a in arrays]}")
+
+
+def weighted_mean(numbers: Values, weights: Values) -> float:
+    """The mean of (C,) numbers under (C,) weights >= 0 over those that are not NaN; NaN if they weigh nothing.
+
+    >>> weighted_mean(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
+    0.25
+    """
+    known = ~np.isnan(numbers)
+    total = float(weights[known].sum())
+    return float(weights[known] @ numbers[known]) / total if total > 0 else float("nan")

@@ -1,0 +1,98 @@
+"""Small convolutional networks: those of the papers, and one for 8 x 8 digits.
+
+All pool before ReLU: both are monotone, so the result is the same, and ReLU sees a quarter of the numbers.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from torch import nn
+
+from fedstill.fields import Share
+from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.registry import register
+
+
+@register("model", "cnn")
+def cnn(input_shape: InputShape, classes: int) -> Network:
+    """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters on CIFAR-10.
+
+    Source: FedNTD, appendix B.1; FedAvg's CNN of McMahan et al. with padding.
+    """
+    return _build("cnn", input_shape, classes, [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)], [512])
+
+
+@register("model", "simple_cnn")
+def simple_cnn(input_shape: InputShape, classes: int, dropout: Share = 0.25) -> Network:
+    """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout; 1,147,466 parameters.
+
+    dropout: the share of hidden units left out in training, 0 for none.
+
+    Source: HiPer-FedKD, sec. 2.1.4.
+    """
+    blocks = [_block(input_shape[0], 32, 3, 1), _block(32, 64, 3, 1), _block(64, 128, 3, 1)]
+    return _build("simple_cnn", input_shape, classes, blocks, [512], dropout)
+
+
+@register("model", "fedseq_cnn")
+def fedseq_cnn(input_shape: InputShape, classes: int) -> Network:
+    """FedSeq's CNN: two 5 x 5 convolutions (64, 64) unpadded, 384 and 192 hidden; 797,962 parameters on CIFAR-10.
+
+    Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning" (its `cnncifar`).
+    Reading: SFedKD's "simple CNN" is not described; it builds on this code base, so we take this one.
+    """
+    return _build(
+        "fedseq_cnn", input_shape, classes, [_block(input_shape[0], 64, 5, 0), _block(64, 64, 5, 0)], [384, 192]
+    )
+
+
+@register("model", "qkt_cnn")
+def qkt_cnn(input_shape: InputShape, classes: int) -> Network:
+    """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, nothing between; 94,666 parameters on CIFAR-10.
+
+    Source: QKT, appendix A.6.3.
+    Reading: the paper says "two convolutional layers followed by a fully connected layer" without
+    sizes; these are FedNTD's.
+    """
+    return _build("qkt_cnn", input_shape, classes, [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)], [])
+
+
+@register("model", "cwc_cnn")
+def cwc_cnn(input_shape: InputShape, classes: int) -> Network:
+    """CWC's CNN: four 3 x 3 convolutions (64 to 512), 512 and 256 hidden; 2,733,962 parameters on CIFAR-10.
+
+    Source: the code of CWC (cyclical weight consolidation).
+    """
+    widths = [input_shape[0], 64, 128, 256, 512]
+    blocks = [_block(a, b, 3, 1) for a, b in pairwise(widths)]
+    return _build("cwc_cnn", input_shape, classes, blocks, [512, 256])
+
+
+@register("model", "digits_cnn")
+def digits_cnn(input_shape: InputShape, classes: int) -> Network:
+    """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32), 64 hidden; 13,706 parameters on ten digits."""
+    return _build("digits_cnn", input_shape, classes, [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)], [64])
+
+
+def _block(inside: int, out: int, kernel: int, padding: int) -> list[nn.Module]:
+    return [nn.Conv2d(inside, out, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+
+
+def _build(
+    name: str,
+    input_shape: InputShape,
+    classes: int,
+    blocks: list[list[nn.Module]],
+    hidden: list[int],
+    dropout: float = 0.0,
+) -> Network:
+    layers = [layer for block in blocks for layer in block]
+    width = flat_size(name, layers, input_shape)
+    layers.append(nn.Flatten())
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    if dropout > 0:
+        layers.append(nn.Dropout(dropout))
+    return Network(nn.Sequential(*layers), width, classes)

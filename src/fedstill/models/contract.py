@@ -1,0 +1,116 @@
+"""What a method may ask of a model: build it, start it, run it, and which capabilities it has.
+
+A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features* (the output of its
+body) and a *head* (its last layer). Any other ``nn.Module`` has logits only.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedstill import registry
+from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.records import ModelSpec, Tensors
+
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+"""Layers whose behaviour differs between training and evaluation because they gather statistics."""
+
+_modules = threading.local()
+
+
+def build(spec: ModelSpec) -> nn.Module:
+    """A new module of a spec; its initial weights come from torch's process-wide generator.
+
+    Raises ConfigError if the model cannot be built for this input shape and class count.
+    """
+    entry = registry.lookup("model", spec.name)
+    try:
+        made = entry.build(spec.input_shape, spec.classes, **dict(spec.fields))
+    except TypeError as error:
+        raise ConfigError(f"model {spec.name!r} must take (input_shape, classes, ...): {error}") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model {spec.name!r} made a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def module(spec: ModelSpec, role: str = "student") -> nn.Module:
+    """This thread's module of a spec and role: a shape to run parameters in, whose own weights mean nothing."""
+    cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
+    if (spec, role) not in cache:
+        with torch.random.fork_rng(devices=[]):
+            cache[spec, role] = build(spec)
+    return cache[spec, role]
+
+
+def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
+    """Initial parameters and buffers of a spec, a pure function of the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = build(spec)
+    return {k: v.detach().clone() for k, v in made.state_dict().items()}
+
+
+def trainable_names(spec: ModelSpec) -> set[str]:
+    """The names of parameters; the other entries of a state are buffers."""
+    return {name for name, _ in module(spec).named_parameters()}
+
+
+def capabilities(spec: ModelSpec) -> set[str]:
+    """What a method may need of a model: "features" and "head" for a body-and-head model."""
+    m = module(spec)
+    split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
+    return {"features", "head"} if split else set()
+
+
+def draws_random_numbers(spec: ModelSpec) -> bool:
+    """Whether a forward pass in training mode draws from torch's process-wide generator (dropout)."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module(spec).modules())
+
+
+def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
+    """Logits (B, C) of parameters run in a module of their architecture."""
+    return functional_call(m, dict(params), (x,))  # type: ignore[no-any-return]
+
+
+def features(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
+    """Penultimate features (B, D); raises IncompatibleMethod for a model without body and head."""
+    return _part(m, "body", params, x)
+
+
+def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
+    """Logits (B, C) of features (B, D)."""
+    return _part(m, "head", params, z)
+
+
+def _part(m: nn.Module, name: str, params: Tensors, x: Tensor) -> Tensor:
+    part = getattr(m, name, None)
+    if not isinstance(part, nn.Module):
+        raise IncompatibleMethod(f"{type(m).__name__} has no {name!r}: features need a model with a body and a head")
+    prefix = name + "."
+    own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
+    return functional_call(part, own, (x,))  # type: ignore[no-any-return]
+
+
+def predictor(spec: ModelSpec, params: Tensors) -> Callable[[Tensor], Tensor]:
+    """x -> logits of frozen parameters in evaluation mode."""
+
+    def predict(x: Tensor) -> Tensor:
+        m = module(spec, "frozen").eval()
+        with torch.inference_mode():
+            return forward(m, params, x)
+
+    return predict
+
+
+def spec_for(
+    name: str, input_shape: tuple[int, int, int], classes: int, fields: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """The spec of a registered or imported model; fields are sorted, so that equal settings are equal specs."""
+    pairs = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (fields or {}).items()))
+    return ModelSpec(name, input_shape, classes, pairs)

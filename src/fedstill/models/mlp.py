@@ -1,0 +1,28 @@
+"""Fully connected networks, and the linear model without a hidden layer."""
+
+from __future__ import annotations
+
+import math
+
+from torch import nn
+
+from fedstill.fields import Count
+from fedstill.models.network import InputShape, Network
+from fedstill.registry import register
+
+
+@register("model", "mlp")
+@register("model", "logistic", about="Multinomial logistic regression: one linear layer on the pixels.", hidden=())
+def mlp(input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)) -> Network:
+    """A fully connected network on the pixels, with ReLU after each hidden layer; by default FedAvg's 2NN.
+
+    hidden: the sizes of the hidden layers; CWC's MLP is ``(1024,)``.
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", sec. 3.
+    """
+    width = math.prod(input_shape)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for size in hidden:
+        layers += [nn.Linear(width, size), nn.ReLU()]
+        width = size
+    return Network(nn.Sequential(*layers), width, classes)

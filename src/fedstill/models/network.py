@@ -1,0 +1,59 @@
+"""A network in two parts: a body that sees, and a linear head that decides."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedstill.errors import ConfigError
+
+InputShape = tuple[int, int, int]
+"""(channels, height, width) of one example."""
+
+
+class Network(nn.Module):
+    """``forward(x) = head(body(x))``: body gives the (B, D) penultimate features, head is the last linear layer.
+
+    x: (B, channels, height, width) float. Gives (B, C) logits.
+    """
+
+    def __init__(self, body: nn.Module, features: int, classes: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Linear(features, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, C) of a batch."""
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def flat_size(name: str, layers: list[nn.Module], input_shape: InputShape) -> int:
+    """How many numbers an image becomes after convolutions and max-pools with square kernels.
+
+    Raises ConfigError, in the name of the model, if the image is too small for them.
+    """
+    channels, *sides = input_shape
+    reached = [_side_after(layers, side) for side in sides]
+    if min(reached) < 1:
+        least = next(side for side in range(1, 10_000) if _side_after(layers, side) >= 1)
+        raise ConfigError(too_small(name, input_shape, least))
+    for layer in layers:
+        channels = layer.out_channels if isinstance(layer, nn.Conv2d) else channels
+    return channels * reached[0] * reached[1]
+
+
+def too_small(name: str, input_shape: InputShape, least: int) -> str:
+    """The line that refuses an image: what the model needs and what it was given."""
+    _, height, width = input_shape
+    return f"model {name!r} needs images of at least {least} x {least}, these are {height} x {width}; use another model"
+
+
+def _side_after(layers: list[nn.Module], side: int) -> int:
+    for layer in layers:
+        if isinstance(layer, (nn.Conv2d, nn.MaxPool2d)):
+            kernel, stride, padding = (_one(n) for n in (layer.kernel_size, layer.stride, layer.padding))
+            side = (side + 2 * padding - kernel) // stride + 1 if side >= 1 else side
+    return side
+
+
+def _one(number: object) -> int:
+    return int(number[0]) if isinstance(number, tuple) else int(number)  # type: ignore[call-overload]

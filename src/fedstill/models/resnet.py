@@ -1,0 +1,124 @@
+"""Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over places, a head.
+
+``norm`` is what stands after each convolution:
+
+- ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends on the batch.
+- ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.
+- ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged. QKT's.
+
+Parameters are as many in all three.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedstill.errors import ConfigError
+from fedstill.models.network import InputShape, Network, too_small
+from fedstill.registry import register
+
+Norm = Literal["group", "batch_stats", "batch"]
+Block = Callable[[int, int, int, Norm], "Residual"]
+
+
+@register("model", "resnet10")
+def resnet10(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+    """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
+
+    Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
+    """
+    return _resnet("resnet10", input_shape, classes, basic, [1, 1, 1, 1], 64, norm)
+
+
+@register("model", "resnet18")
+def resnet18(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+    """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with ``norm = "batch"``).
+    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one.
+    """
+    return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm)
+
+
+@register("model", "resnet50")
+def resnet50(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+    """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters on CIFAR-10.
+
+    Source: He et al., "Deep Residual Learning for Image Recognition".
+    """
+    return _resnet("resnet50", input_shape, classes, bottleneck, [3, 4, 6, 3], 64, norm)
+
+
+@register("model", "resnet56")
+def resnet56(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+    """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on CIFAR-10.
+
+    Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD, table 13.
+    """
+    return _resnet("resnet56", input_shape, classes, bottleneck, [6, 6, 6], 16, norm)
+
+
+class Residual(nn.Module):
+    """``relu(path(x) + shortcut(x))``, the shortcut a 1 x 1 convolution where the shape changes."""
+
+    def __init__(self, path: nn.Sequential, inside: int, out: int, stride: int, norm: Norm) -> None:
+        super().__init__()
+        self.path = path
+        same = stride == 1 and inside == out
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_conv(inside, out, 1, stride, norm))
+        self.out = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, inside, H, W) into (B, out, H / stride, W / stride)."""
+        return torch.relu(self.path(x) + self.shortcut(x))
+
+
+def basic(inside: int, width: int, stride: int, norm: Norm) -> Residual:
+    """Two 3 x 3 convolutions."""
+    first, second = _conv(inside, width, 3, stride, norm), _conv(width, width, 3, 1, norm)
+    return Residual(nn.Sequential(*first, nn.ReLU(), *second), inside, width, stride, norm)
+
+
+def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
+    """A 1 x 1, a 3 x 3 (which strides) and a 1 x 1 convolution to four times the width."""
+    down, across = _conv(inside, width, 1, 1, norm), _conv(width, width, 3, stride, norm)
+    up = _conv(width, 4 * width, 1, 1, norm)
+    return Residual(nn.Sequential(*down, nn.ReLU(), *across, nn.ReLU(), *up), inside, 4 * width, stride, norm)
+
+
+def _resnet(
+    name: str, input_shape: InputShape, classes: int, block: Block, depths: list[int], width: int, norm: Norm
+) -> Network:
+    # Batch statistics of one example with one place are no statistics: torch refuses them in mid-training.
+    least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1
+    if min(input_shape[1:]) < least:
+        raise ConfigError(too_small(name, input_shape, least) + ", or norm = 'group'")
+    parts: OrderedDict[str, nn.Module] = OrderedDict()
+    parts["stem"] = nn.Sequential(*_conv(input_shape[0], width, 3, 1, norm), nn.ReLU())
+    channels = width
+    for i, depth in enumerate(depths):
+        blocks = []
+        for j in range(depth):
+            blocks.append(block(channels, width * 2**i, 2 if i > 0 and j == 0 else 1, norm))
+            channels = blocks[-1].out
+        parts[f"stage{i + 1}"] = nn.Sequential(*blocks)
+    parts["pool"] = nn.AdaptiveAvgPool2d(1)
+    parts["flat"] = nn.Flatten()
+    return Network(nn.Sequential(parts), channels, classes)
+
+
+def _conv(inside: int, out: int, kernel: int, stride: int, norm: Norm) -> list[nn.Module]:
+    return [nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False), _norm(norm, out)]
+
+
+def _norm(norm: Norm, channels: int) -> nn.Module:
+    if norm == "group":
+        return nn.GroupNorm(min(32, channels // 4), channels)
+    if norm in ("batch", "batch_stats"):
+        return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
+    raise ConfigError(f"norm = {norm!r} is none of group, batch_stats, batch")

@@ -1,0 +1,348 @@
+"""The frozen records that are passed around: what crosses a boundary, and nothing that acts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+
+from fedstill.errors import BadPayload
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, check_ranges
+
+Tensors = Mapping[str, Tensor]
+Scalar = bool | int | float | str
+Group = Tensors | Tensor | Scalar
+
+SERVER = -1
+"""The client id of the server, whose data are the public set."""
+
+
+class Payload(Mapping[str, Group]):
+    """A message, a memory or a state's extras: named groups, each a mapping of tensors, a tensor, a number or a string.
+
+    >>> p = Payload(params={"w": torch.zeros(2)}, gini=0.5)
+    >>> sorted(p), p.number("gini"), p.nbytes
+    (['gini', 'params'], 0.5, 16)
+    """
+
+    __slots__ = ("_groups",)
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, groups: Mapping[str, Group] | None = None, /, **named: Group) -> None:
+        self._groups = MappingProxyType({**(groups or {}), **named})
+
+    def __getitem__(self, name: str) -> Group:
+        if name not in self._groups:
+            raise BadPayload(f"there is no group {name!r}, only {sorted(self._groups)}")
+        return self._groups[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The group of that name, or the default."""
+        return self._groups.get(name, default)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __repr__(self) -> str:
+        return f"Payload({', '.join(self._groups)})"
+
+    @property
+    def params(self) -> Tensors:
+        """The group ``params``: a model's parameters and buffers by name."""
+        return self.tensors("params")
+
+    def tensors(self, name: str) -> Tensors:
+        """The group of that name, a mapping of tensors; raises BadPayload if it is something else."""
+        group = self[name]
+        if not isinstance(group, Mapping):
+            raise BadPayload(f"group {name!r} is a {type(group).__name__}, not named tensors")
+        return group
+
+    def tensor(self, name: str) -> Tensor:
+        """The bare tensor of that name; raises BadPayload if it is something else."""
+        group = self[name]
+        if not isinstance(group, Tensor):
+            raise BadPayload(f"group {name!r} is a {type(group).__name__}, not a tensor")
+        return group
+
+    def number(self, name: str) -> float:
+        """The number of that name; raises BadPayload if it is something else."""
+        group = self[name]
+        if isinstance(group, str) or not isinstance(group, (int, float)):
+            raise BadPayload(f"group {name!r} is a {type(group).__name__}, not a number")
+        return float(group)
+
+    def many(self, name: str) -> dict[int, Tensors]:
+        """The groups that :func:`many` made under a name, by id.
+
+        >>> list(Payload(many("peer", {3: {"w": torch.zeros(1)}})).many("peer"))
+        [3]
+        """
+        ids = sorted(int(g.split(".")[1]) for g in self._groups if g.startswith(name + "."))
+        return {i: self.tensors(f"{name}.{i}") for i in ids}
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its content: tensors as they are, 8 a number, a string's UTF-8."""
+        return sum(_group_bytes(group) for group in self._groups.values())
+
+
+NOTHING = Payload()
+
+
+def many(name: str, groups: Mapping[int, Tensors]) -> dict[str, Group]:
+    """Groups ``name.id``, one for each id: how many models travel in one payload."""
+    return {f"{name}.{i}": groups[i] for i in sorted(groups)}
+
+
+def _group_bytes(group: Group) -> int:
+    if isinstance(group, Tensor):
+        return group.numel() * group.element_size()
+    if isinstance(group, Mapping):
+        return sum(t.numel() * t.element_size() for t in group.values())
+    return len(group.encode()) if isinstance(group, str) else 8
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network by name: what it is built from, so that equal specs are equal architectures.
+
+    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name.
+    """
+
+    name: str
+    input_shape: tuple[int, int, int]
+    classes: int
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{k}={v}" for k, v in self.fields)
+        return f"{self.name}({options})" if options else self.name
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a round: its name, the clients that act in it, and whether on their private or on public data."""
+
+    round: int
+    index: int
+    name: str
+    clients: tuple[int, ...]
+    view: Literal["private", "public"] = "private"
+    alone: bool = False  # a link of a chain: one client acts, and a failure is skipped
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
+
+    ``epochs`` passes over the data, or, if ``steps`` is above 0, that many batches; 0 epochs and 0 steps train nothing.
+    ``lr`` is multiplied by ``lr_decay`` after every round. ``clip_norm`` 0 means no clipping. ``norm`` "frozen" keeps
+    normalisation layers in evaluation mode. ``validation`` is the share held out of a client's own data for ``score``;
+    ``patience`` (epochs without improvement, 0 = never stop) and ``keep`` need it.
+    """
+
+    epochs: CountOrZero = 5
+    steps: CountOrZero = 0
+    batch: Count = 50
+    shuffle: bool = True
+    optimiser: Literal["sgd", "adam"] = "sgd"
+    lr: Positive = 0.01
+    lr_decay: PositiveShare = 1.0
+    momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    weight_decay: NonNegative = 0.0
+    clip_norm: NonNegative = 0.0
+    norm: Literal["batch", "frozen"] = "batch"
+    validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    patience: CountOrZero = 0
+    keep: Literal["last", "best"] = "last"
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def lr_at(self, round: int) -> float:
+        """The learning rate of a round (1 is the first)."""
+        return float(self.lr * self.lr_decay ** max(round - 1, 0))
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client sends back: a payload, its number of examples, its metrics; or the reason why it failed."""
+
+    client: int
+    up: Payload
+    examples: int
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    round: int = 0
+    stage: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """The server's whole state between two stages: the round, the stage to do next, global parameters, named extras.
+
+    ``model``: the architecture of ``params``, where a fold has changed it.
+    """
+
+    params: Tensors
+    extra: Payload = NOTHING
+    round: int = 1
+    stage: int = 0
+    model: ModelSpec | None = None
+
+    def next(self, params: Tensors | None = None, **extra: Group) -> State:
+        """The state with other parameters or extras; everything else is kept."""
+        return replace(self, params=self.params if params is None else params, extra=Payload(self.extra, **extra))
+
+    def without(self, *groups: str) -> State:
+        """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made under a name)."""
+        drop = {g for g in self.extra for d in groups if g == d or (d.endswith(".") and g.startswith(d))}
+        return replace(self, extra=Payload({g: v for g, v in self.extra.items() if g not in drop}))
+
+
+class World(Protocol):
+    """What every side may know before anything is sent; never data."""
+
+    @property
+    def clients(self) -> int: ...
+    @property
+    def classes(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def plans(self) -> Mapping[str, Plan]: ...
+
+    def model(self, client: int) -> ModelSpec:
+        """The architecture of a client, or of the server."""
+
+    def initial(self, client: int) -> Tensors:
+        """Initial parameters of a client's architecture; equal architectures start equal."""
+
+
+class Passes(Protocol):
+    """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
+
+    def logits(self, params: Tensors, images: Examples) -> Tensor:
+        """Logits (n, C) of these parameters in evaluation mode, in the order of the examples."""
+
+    def gradients(self, params: Tensors, examples: Examples, loss: Any) -> Tensors:
+        """Gradients, summed over batches, of ``loss(logits, labels) -> (B,)`` averaged in each batch."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Images and labels at one site: ``images`` (n, channels, H, W) uint8, or float if normalised; ``labels`` (n,) int64."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    def take(self, index: Tensor) -> Examples:
+        """The examples at some positions."""
+        return Examples(self.images[index], self.labels[index])
+
+
+@dataclass(frozen=True)
+class View:
+    """What one site sees in one stage: its model and data, its label counts, the public set, its own held-out data."""
+
+    client: int
+    model: ModelSpec
+    data: Examples
+    counts: Tensor  # (C,) int64
+    public: Examples | None
+    validation: Examples | None
+    test: Examples | None
+    passes: Passes
+
+    @property
+    def proportions(self) -> Tensor:
+        """Label proportions (C,) float64, summing to 1; zeros for a site without examples."""
+        total = self.counts.sum().clamp(min=1)
+        return self.counts.double() / total
+
+    def logits(self, params: Tensors, of: Literal["data", "public"] = "data") -> Tensor:
+        """Logits (n, C) of these parameters on the site's own or on the public data, in their order."""
+        return self.passes.logits(params, self._of(of))
+
+    def gradients(self, params: Tensors, loss: Any, of: Literal["data", "public"] = "data") -> Tensors:
+        """Gradients of ``loss(logits, labels) -> (B,)`` on the site's own or on the public data."""
+        return self.passes.gradients(params, self._of(of), loss)
+
+    def _of(self, of: str) -> Examples:
+        if of == "data":
+            return self.data
+        if self.public is None:
+            raise BadPayload(f"client {self.client} has no public data; set [data] public, or choose a method without")
+        return self.public
+
+
+Teacher = Tensors | tuple[ModelSpec, Tensors]
+
+
+@dataclass(frozen=True)
+class Carry:
+    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants."""
+
+    params: Tensors
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    trace: Tensors = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.constants[name]
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What training did: optimiser steps, the learning rate it used, the trace at its end."""
+
+    steps: int
+    lr: float
+    trace: Tensors
+
+
+class Step(Protocol):
+    """One batch under training, as an objective sees it; a forward pass is made when first asked for."""
+
+    x: Tensor  # (B, channels, H, W) float
+    y: Tensor  # (B,) int64
+    index: Tensor  # (B,) int64, positions in the site's data
+    mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
+    epoch: int
+    params: Tensors  # the parameters in training, for penalties
+
+    def logits(self) -> Tensor:
+        """The student's logits (B, C)."""
+
+    def features(self) -> Tensor:
+        """The student's penultimate features (B, D)."""
+
+    def teacher(self, name: str) -> Tensor:
+        """A teacher's logits (B, C), without gradient."""
+
+    def teacher_features(self, name: str) -> Tensor:
+        """A teacher's penultimate features (B, D), without gradient."""
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean () of values (B,) over real examples."""
+
+    def share(self, raw: Tensor) -> Tensor:
+        """Raw weights (B,) >= 0 divided by their sum over real examples: (B,)."""

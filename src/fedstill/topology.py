@@ -1,0 +1,119 @@
+"""Topologies: which clients act in which stage of a round. Schedules, nothing else.
+
+Who is sampled is a pure function of the run's seed and the round: it cannot depend on who answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from fedstill.errors import ConfigError
+from fedstill.fields import Count, check_ranges
+from fedstill.keys import generator, seed_for
+from fedstill.records import SERVER, Stage, World
+from fedstill.registry import register
+
+
+class Topology(Protocol):
+    """A schedule: the stages of each round."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        """The stages of a round (1 is the first), numbered from 0."""
+
+
+def sample(world: World, round: int, count: int | None) -> list[int]:
+    """Distinct clients of a round in the order drawn, uniformly by key; all, shuffled, if there are not more than asked."""
+    draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
+    order = torch.randperm(world.clients, generator=draw).tolist()
+    return order[: min(10, world.clients) if count is None else count]
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    sampled: Count | None = None
+    """Clients a round; unset, ten, or all where there are fewer."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+    def drawn(self, round: int, world: World) -> list[int]:
+        if self.sampled is not None and self.sampled > world.clients:
+            raise ConfigError(f"topology.sampled = {self.sampled} is more than the {world.clients} clients there are")
+        return sample(world, round, self.sampled)
+
+
+@register("topology", "parallel")
+@dataclass(frozen=True)
+class Parallel(_Sampled):
+    """All sampled clients train side by side; the server folds their replies.
+
+    ``server``: a stage of this name follows in which the server works on public data (FedDF). ``first``: a stage of this
+    name stands before round 1's, ``last``: one after the last round's, each for all clients (FedMD, FT-FedAvg).
+    """
+
+    server: str = ""
+    first: str = ""
+    last: str = ""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        everyone = tuple(range(world.clients))
+        stages = [Stage(round, 0, "train", tuple(sorted(self.drawn(round, world))))]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, everyone))
+        if self.server:
+            stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, everyone))
+        return _numbered(stages)
+
+
+@register("topology", "sequential")
+@dataclass(frozen=True)
+class Sequential(_Sampled):
+    """Sampled clients train one after another, in the order drawn: each goes on from the model of the one before."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        return _numbered([Stage(round, 0, "train", (c,), alone=True) for c in self.drawn(round, world)])
+
+
+@register("topology", "public_logits")
+@dataclass(frozen=True)
+class PublicLogits(_Sampled):
+    """Clients train on their own data and send logits on public data; the server learns from their mean, then they do."""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        clients = tuple(sorted(self.drawn(round, world)))
+        return _numbered(
+            [
+                Stage(round, 0, "local", clients),
+                Stage(round, 0, "teach_server", (SERVER,), "public"),
+                Stage(round, 0, "distil", clients, "public"),
+            ]
+        )
+
+
+@register("topology", "peer_to_peer")
+@dataclass(frozen=True)
+class PeerToPeer:
+    """Every client fits its own model in round 1; students then learn from their peers' models, and refine what they have.
+
+    ``students``: ids of the clients that learn; empty, all do.
+    """
+
+    students: tuple[int, ...] = ()
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        everyone = tuple(range(world.clients))
+        students = tuple(sorted(set(self.students))) or everyone
+        if not set(students) <= set(everyone):
+            raise ConfigError(f"topology.students names {max(students)}; clients are 0 to {world.clients - 1}")
+        fit = [Stage(round, 0, "fit", everyone)] if round == 1 else []
+        return _numbered([*fit, Stage(round, 0, "transfer", students), Stage(round, 0, "refine", students)])
+
+
+def _numbered(stages: Sequence[Stage]) -> list[Stage]:
+    return [replace(stage, index=i) for i, stage in enumerate(stages)]

@@ -1,0 +1,86 @@
+"""Arithmetic on named tensors, {name: tensor}: entry by entry, new tensors out, nothing changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+def add(a: Tensors, b: Tensors) -> dict[str, Tensor]:
+    """a + b."""
+    return {k: a[k] + b[k] for k in a}
+
+
+def sub(a: Tensors, b: Tensors) -> dict[str, Tensor]:
+    """a - b."""
+    return {k: a[k] - b[k] for k in a}
+
+
+def scale(a: Tensors, factor: float) -> dict[str, Tensor]:
+    """factor * a."""
+    return {k: a[k] * factor for k in a}
+
+
+def zeros_like(a: Tensors) -> dict[str, Tensor]:
+    """Zeros of the same shapes and types."""
+    return {k: torch.zeros_like(v) for k, v in a.items()}
+
+
+def floats(a: Tensors) -> dict[str, Tensor]:
+    """The entries that hold real numbers; counters and other integers are left out."""
+    return {k: v for k, v in a.items() if v.is_floating_point()}
+
+
+def only(a: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
+    """The entries of these names."""
+    return {k: a[k] for k in names}
+
+
+def clone(a: Tensors) -> dict[str, Tensor]:
+    """Copies that share no memory, each contiguous and without gradient."""
+    return {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in a.items()}
+
+
+def norm(a: Tensors) -> float:
+    """The Euclidean norm over all real entries, in float64; NaN or infinite if an entry is.
+
+    >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    5.0
+    """
+    squares = [v.detach().double().square().sum() for v in a.values() if v.is_floating_point()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+
+def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
+    """The weighted mean, summed in the order given; an integer entry is the first tree's.
+
+    Raises ValueError if the weights are not as many as the trees or sum to 0.
+    """
+    total = sum(weights)
+    if len(weights) != len(trees) or not total > 0:
+        raise ValueError(f"{len(trees)} trees need as many weights with a positive sum, not {list(weights)}")
+    out = {}
+    for name, first in trees[0].items():
+        if not first.is_floating_point():
+            out[name] = first.clone()
+            continue
+        value = first * (weights[0] / total)
+        for tree, weight in zip(trees[1:], weights[1:], strict=True):
+            value = value + tree[name] * (weight / total)
+        out[name] = value
+    return out
+
+
+def stack(trees: Sequence[Tensors]) -> dict[str, Tensor]:
+    """K trees of equal shapes as one, with a leading axis of length K."""
+    return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}
+
+
+def unstack(tree: Tensors) -> list[dict[str, Tensor]]:
+    """The K trees of a stacked one."""
+    length = len(next(iter(tree.values())))
+    return [{k: v[i] for k, v in tree.items()} for i in range(length)]

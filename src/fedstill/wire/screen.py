@@ -1,0 +1,130 @@
+"""The screen: which replies may be folded, and why the others may not. A pure function of what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.fields import Positive, PositiveShare, check_ranges
+from fedstill.records import Group, Payload, Reply, Stage
+
+MAX_EXAMPLES = 10**9
+MAX_STRING = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a stage counts: the share of its clients that must be accepted, and how far parameters may grow.
+
+    ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose parameters' norm exceeds
+    this many times that of what the client was sent (at least 1) is refused.
+    """
+
+    quorum: PositiveShare = 0.5
+    norm_limit: Positive = 10.0
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A reply that was left out, and why; ``diverged`` if its numbers, and nothing else, were at fault."""
+
+    client: int
+    reason: str
+    diverged: bool = False
+
+
+def screen(
+    expected: Callable[[int], Payload],
+    stage: Stage,
+    downs: Mapping[int, Payload],
+    replies: Sequence[Reply],
+    rules: Rules,
+) -> tuple[list[Reply], list[Refusal]]:
+    """Replies sorted by client id, and refusals: of failures, strangers, repeats, and payloads other than expected."""
+    accepted: dict[int, Reply] = {}
+    refused = []
+    for reply in replies:
+        bad = _envelope(reply, stage, downs, accepted)
+        if bad:
+            refused.append(Refusal(reply.client, bad))
+            continue
+        wrong = _content(reply.up, expected(reply.client))
+        if wrong:
+            refused.append(Refusal(reply.client, wrong))
+            continue
+        wild = _wild(reply.up, downs[reply.client], rules.norm_limit)
+        if wild:
+            refused.append(Refusal(reply.client, wild, diverged=True))
+            continue
+        accepted[reply.client] = reply
+    return [accepted[c] for c in sorted(accepted)], refused
+
+
+def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]) -> str:
+    if reply.failure:
+        return f"failed: {reply.failure}"
+    if reply.client not in downs:
+        return "was not asked"
+    if reply.client in seen:
+        return "replied twice"
+    if (reply.round, reply.stage) != (stage.round, stage.index):
+        return f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
+    count = reply.examples
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_EXAMPLES:
+        return f"claims {count!r} examples"
+    return ""
+
+
+def _content(up: Payload, expected: Payload) -> str:
+    if set(up) != set(expected):
+        missing, extra = sorted(set(expected) - set(up)), sorted(set(up) - set(expected))
+        return f"groups differ: missing {missing}, not asked for {extra}"
+    for name in expected:
+        bad = _group(name, up[name], expected[name])
+        if bad:
+            return bad
+    return ""
+
+
+def _group(name: str, got: Group, want: Group) -> str:
+    if isinstance(want, Tensor):
+        return _tensor(name, got, want)
+    if isinstance(want, Mapping):
+        if not isinstance(got, Mapping) or set(got) != set(want):
+            return f"{name} does not hold the tensors expected"
+        return next((bad for k in want if (bad := _tensor(f"{name}/{k}", got[k], want[k]))), "")
+    if isinstance(want, str):
+        return "" if isinstance(got, str) and len(got) <= MAX_STRING else f"{name} is not a short string"
+    number = isinstance(got, (int, float)) and not isinstance(got, bool)
+    return "" if number or isinstance(got, type(want)) else f"{name} is a {type(got).__name__}, not a number"
+
+
+def _tensor(name: str, got: object, want: Tensor) -> str:
+    if not isinstance(got, Tensor) or got.layout != torch.strided:
+        return f"{name} is not a dense tensor"
+    if got.shape != want.shape:
+        return f"{name} has shape {tuple(got.shape)}, not {tuple(want.shape)}"
+    return "" if got.dtype == want.dtype else f"{name} is {got.dtype}, not {want.dtype}"
+
+
+def _wild(up: Payload, down: Payload, limit: float) -> str:
+    for name, group in up.items():
+        named = group if isinstance(group, Mapping) else {"": group} if isinstance(group, Tensor) else {}
+        for k, t in named.items():
+            if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
+        if isinstance(group, float) and not abs(group) < float("inf"):
+            return f"{name} is {group}"
+    if "params" not in up or "params" not in down:
+        return ""
+    norm, reference = trees.norm(up.params), max(1.0, trees.norm(down.params))
+    if norm > limit * reference:
+        return f"its parameters' norm {norm:.3g} is over {limit:g} times the {reference:.3g} it was sent"
+    return ""

@@ -1,0 +1,59 @@
+"""ClientWork: what a client does in one stage; a method overrides the parts it changes."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fedstill.errors import BadPayload
+from fedstill.losses import cross_entropy
+from fedstill.records import NOTHING, Carry, Payload, Ran, Step, Tensors, View, World
+
+
+class ClientWork:
+    """The client's half of a method. It holds no state, no loop over batches, no device, no file and no seed.
+
+    As it stands it is plain local training: start from the parameters received, cross-entropy, send the parameters back.
+    """
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        """What training starts with, from what was received and what this client remembers."""
+        return Carry(params=down.params)
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        """Named terms of the objective: a (B,) tensor is averaged over real examples, a () tensor is added as it is."""
+        return {"ce": cross_entropy(step.logits(), step.y)}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        """What is sent up, and what this client remembers until it acts again."""
+        return Payload(params=params), NOTHING
+
+    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
+        """Gradients as the optimiser shall see them."""
+        return grads
+
+    def settle(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    ) -> tuple[Tensors, Tensors]:
+        """Parameters and trace after an optimiser step, which moved trained entries from ``before`` to ``after``."""
+        return after, trace
+
+    def score(self, params: Tensors, view: View) -> float:
+        """How good these parameters are, once an epoch, for early stopping: accuracy on the client's held-out data."""
+        held = view.validation
+        if held is None or len(held) == 0:
+            raise BadPayload(f"client {view.client} has no held-out data; set validation in its [plan]")
+        return float((view.passes.logits(params, held).argmax(1) == held.labels).double().mean())
+
+    def trainable(self, name: str) -> bool:
+        """Whether the parameter of this name is trained."""
+        return True
+
+
+class Census(ClientWork):
+    """Send the label counts, once, before round 1: for methods that need ``label_counts``."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(labels=view.counts), NOTHING

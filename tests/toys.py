@@ -1,0 +1,294 @@
+"""Small data, and a toy method for each topology: enough to prove that one round loop hosts them all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fedstill.data.examples import Dataset
+from fedstill.data.sources import from_tensors
+from fedstill.experiment.config import Experiment
+from fedstill.losses import cross_entropy, kd
+from fedstill.method import Method
+from fedstill.models.contract import predictor
+from fedstill.records import (
+    NOTHING,
+    SERVER,
+    Carry,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+    many,
+)
+from fedstill.registry import method, register
+from fedstill.trees import sub, zeros_like
+from fedstill.work import ClientWork
+
+CLASSES, SIDE = 5, 4
+SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
+
+
+def blobs(seed: int = 0, size: int = 300) -> Dataset:
+    """Five Gaussian classes as one-channel images of 4 × 4."""
+    draw = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, SIDE * SIDE, generator=draw)
+
+    def some(n: int) -> tuple[Tensor, Tensor]:
+        labels = torch.arange(n) % CLASSES
+        values = centres[labels] + 0.7 * torch.randn(n, SIDE * SIDE, generator=draw)
+        return (128 + 45 * values).clamp(0, 255).to(torch.uint8).reshape(n, 1, SIDE, SIDE), labels
+
+    return from_tensors("blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)])
+
+
+def toy(method: object = "fedavg", **changes: object) -> Experiment:
+    """A small experiment on blobs: six clients, three rounds."""
+    values: dict[str, object] = {
+        "rounds": 3,
+        "seed": 7,
+        "threads": (1, 1),
+        "measure_every": 2,
+        "model": {"name": "mlp", "hidden": (8,)},
+        "method": method,
+        "partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4},
+        "topology": {"clients": 6, "sampled": 4},
+        "plan": {"epochs": 4, "batch": 10, "lr": 0.1},
+    }
+    return Experiment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@register("model", "toy_batchnorm")
+class BatchNormed(nn.Module):
+    """A body with batch normalisation, whose running statistics must survive averaging, saving and resuming."""
+
+    def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(input_shape[0], 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()
+        )
+        self.head = nn.Linear(4 * input_shape[1] * input_shape[2], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@method("toy_chain")
+@dataclass(frozen=True)
+class Chain(Method):
+    """Sequential: importance gathered by ``settle`` travels with the model, and clients remember how often they acted."""
+
+    topology: ClassVar[str] = "sequential"
+    plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
+
+    def setup(self, world: World) -> State:
+        start = State(params=world.initial(SERVER))
+        return start.next(importance=zeros_like(start.params))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=state.params, importance=state.extra.tensors("importance"))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return ChainWork()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=world.initial(client), importance=world.initial(client), visits=0)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        (reply,) = replies
+        return state.next(params=reply.up.params, importance=reply.up.tensors("importance"))
+
+
+class ChainWork(ClientWork):
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        visits = int(memory.number("visits")) if memory else 0
+        return Carry(down.params, trace=down.tensors("importance"), constants={"anchor": down.params, "visits": visits})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        pull = sum((carry.trace[k] * (step.params[k] - carry["anchor"][k]) ** 2).sum() for k in carry.trace)
+        return {"ce": cross_entropy(step.logits(), step.y), "pull": 0.1 * torch.as_tensor(pull)}
+
+    def settle(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    ) -> tuple[Tensors, Tensors]:
+        moved = sub(after, before)
+        return after, {k: trace[k] + (grads[k] * moved[k]).abs() for k in trace}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        visits = carry["visits"] + 1
+        return Payload(params=params, importance=ran.trace, visits=visits), Payload(visits=visits)
+
+
+@method("toy_logits")
+@dataclass(frozen=True)
+class Logits(Method):
+    """Public logits: clients of any architecture keep their models to themselves; the server learns from mean logits."""
+
+    topology: ClassVar[str] = "public_logits"
+    stages: ClassVar[frozenset[str]] = frozenset({"local", "teach_server", "distil"})
+    needs: ClassVar[frozenset[str]] = frozenset({"public_data", "label_counts"})
+    plans: ClassVar[dict[str, Plan]] = {"local": SHORT, "teach_server": SHORT, "distil": SHORT}
+
+    def setup(self, world: World) -> State:
+        return State(params=world.initial(SERVER))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name == "local":
+            return Payload()
+        mean = state.extra.tensor("mean")
+        return Payload(mean=mean, **({"params": state.params} if client == SERVER else {}))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return LogitsWork(stage.name)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name == "local":
+            return Payload(logits=torch.zeros(PUBLIC, world.classes))
+        return Payload(params=world.initial(SERVER)) if client == SERVER else Payload()
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == "local":
+            return state.next(mean=torch.stack([r.up.tensor("logits") for r in replies]).mean(0))
+        return state.next(params=replies[0].up.params) if stage.name == "teach_server" else state
+
+
+PUBLIC = 50
+
+
+@dataclass(frozen=True)
+class LogitsWork(ClientWork):
+    stage: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        own = memory.params if "params" in memory else world.initial(view.client)
+        start = down.params if view.client == SERVER else own
+        return Carry(start, constants={"mean": down.get("mean")})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        if self.stage == "local":
+            return super().terms(step, carry)
+        return {"kd": kd(step.logits(), carry["mean"][step.index])}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        if self.stage == "teach_server":
+            return Payload(params=params), NOTHING
+        up = Payload(logits=view.logits(params, "public")) if self.stage == "local" else Payload()
+        return up, Payload(params=params)
+
+
+@method("toy_peers")
+@dataclass(frozen=True)
+class Peers(Method):
+    """Peer to peer: fit alone, learn from all peers' models, refine the head only."""
+
+    topology: ClassVar[str] = "peer_to_peer"
+    stages: ClassVar[frozenset[str]] = frozenset({"fit", "transfer", "refine"})
+    needs: ClassVar[frozenset[str]] = frozenset({"head"})
+    plans: ClassVar[dict[str, Plan]] = {"fit": SHORT, "transfer": SHORT, "refine": SHORT}
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == "fit":
+            return Payload(params=world.initial(client))
+        models = state.extra.many("model")
+        if client not in models:
+            return None
+        peers = {c: p for c, p in models.items() if c != client} if stage.name == "transfer" else {}
+        return Payload({"params": models[client], **many("peer", peers)})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return PeersWork(stage.name)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state.next(**many("model", {r.client: r.up.params for r in replies}))
+
+    def predictors(self, state: State, world: World) -> dict[str, object]:  # type: ignore[override]
+        models = state.extra.many("model") or {0: world.initial(0)}
+        each = [predictor(world.model(c), p) for c, p in models.items()]
+        return {"ensemble": lambda x: torch.stack([p(x).softmax(1) for p in each]).mean(0)}
+
+
+@dataclass(frozen=True)
+class PeersWork(ClientWork):
+    stage: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        peers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
+        return Carry(down.params, teachers=peers)
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        terms = super().terms(step, carry)
+        for name in carry.teachers:
+            terms[f"peer {name}"] = 0.1 * kd(step.logits(), step.teacher(name))
+        return terms
+
+    def trainable(self, name: str) -> bool:
+        return self.stage != "refine" or name.startswith("head.")
+
+
+@method("toy_failing")
+@dataclass(frozen=True)
+class Failing(Method):
+    """Averaging in which one client raises, or sends what it must not, from round 2 on."""
+
+    plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
+    who: int = 0
+    how: str = "raise"
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if self.how == "absent" and client == self.who and stage.round > 1:
+            return None
+        return super().down(state, client, stage, world)
+
+    def work(self, stage: Stage) -> ClientWork:
+        return FailingWork(self.who if stage.round > 1 else -9, self.how)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=world.initial(client), seen=0)
+
+
+@dataclass(frozen=True)
+class FailingWork(ClientWork):
+    who: int
+    how: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(down.params, constants={"seen": int(memory.number("seen")) if memory else 0})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        seen = carry["seen"] + 1
+        up = Payload(params=params, seen=seen)
+        if view.client == self.who:
+            up = self.spoil(up)
+        return up, Payload(seen=seen)
+
+    def spoil(self, up: Payload) -> Payload:
+        params = dict(up.params)
+        name = next(iter(params))
+        match self.how:
+            case "raise":
+                raise RuntimeError("the disk of this site is gone")
+            case "nan":
+                params[name] = params[name] * float("nan")
+            case "shape":
+                params[name] = params[name][:1]
+            case "type":
+                params[name] = params[name].double()
+            case "huge":
+                params = {k: v * 1000 for k, v in params.items()}
+            case "extra":
+                return Payload(up, more=1)
+            case "missing":
+                del params[name]
+            case "sparse":
+                params[name] = params[name].to_sparse()
+        return Payload(up, params=params)
