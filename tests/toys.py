@@ -41,13 +41,18 @@ SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
 
 def blobs(seed: int = 0, size: int = 300) -> Dataset:
     """Five Gaussian classes as one-channel images of 4 × 4."""
+    return blobs_of(SIDE, seed, size)
+
+
+def blobs_of(side: int, seed: int = 0, size: int = 300) -> Dataset:
+    """Five Gaussian classes as one-channel images of side × side."""
     draw = torch.Generator().manual_seed(seed)
-    centres = torch.randn(CLASSES, SIDE * SIDE, generator=draw)
+    centres = torch.randn(CLASSES, side * side, generator=draw)
 
     def some(n: int) -> tuple[Tensor, Tensor]:
         labels = torch.arange(n) % CLASSES
-        values = centres[labels] + 0.7 * torch.randn(n, SIDE * SIDE, generator=draw)
-        return (128 + 45 * values).clamp(0, 255).to(torch.uint8).reshape(n, 1, SIDE, SIDE), labels
+        values = centres[labels] + 0.7 * torch.randn(n, side * side, generator=draw)
+        return (128 + 45 * values).clamp(0, 255).to(torch.uint8).reshape(n, 1, side, side), labels
 
     return from_tensors("blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)])
 

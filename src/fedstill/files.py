@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -10,11 +11,12 @@ from pathlib import Path
 from fedstill.errors import DiskFull
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PART = ".part"
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file aside, fsync it, rename it into place, and fsync its folder; raises DiskFull if there is no room."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write a file aside, fsync it, rename it into place, fsync its folder; raises DiskFull if it cannot be written."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     try:
         with aside.open("wb") as file:
             file.write(data)
@@ -23,7 +25,20 @@ def write_whole(path: Path, data: bytes) -> None:
         aside.replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the first error is the one to report
+            aside.unlink(missing_ok=True)
+        raise as_named(error, path) from error
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its parents, each with a durable name; raises DiskFull if it cannot be made."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    try:
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
         raise as_named(error, path) from error
 
 
@@ -36,13 +51,24 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def is_leftover(path: Path) -> bool:
+    """Whether a file is one that a killed process was writing aside."""
+    return path.name.startswith(".") and path.name.endswith(_PART)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what killed processes left half written, in a folder that nobody else is writing."""
+    for path in folder.rglob(f".*{_PART}"):
+        path.unlink(missing_ok=True)
+
+
 def digest(data: bytes) -> str:
     """SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
-def as_named(error: OSError, path: Path) -> Exception:
-    """The error as DiskFull, if that is what it is; otherwise as it was."""
+def as_named(error: OSError, path: Path) -> DiskFull:
+    """An error while writing as DiskFull, with what to do about it."""
     if error.errno in FULL:
         return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then `fedstill resume` the run")
-    return error
+    return DiskFull(f"cannot write {path}: {error.strerror}; put that right, then `fedstill resume` the run")

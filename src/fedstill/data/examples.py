@@ -1,21 +1,10 @@
-"""Examples in memory: the images and labels of one split, and the splits of one data set."""
+"""A data set in memory: its splits, its class names, and what normalises its pixels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Labelled images. images: (N, C, H, W) uint8; labels: (N,) int64, ids of the data set's classes."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
+from fedstill.records import Examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +16,9 @@ class Dataset:
     """
 
     name: str
-    train: Split
-    test: Split
-    validation: Split | None
+    train: Examples
+    test: Examples
+    validation: Examples | None
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]

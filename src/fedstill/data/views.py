@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fedstill.engines.inputs import Inputs
-from fedstill.engines.passes import ModelPasses
+from fedstill.data.inputs import Inputs
 from fedstill.keys import generator, seed_for
-from fedstill.records import SERVER, Examples, ModelSpec, Plan, Stage, View
+from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,14 @@ class SimulatedSites:
     """All sites of a simulation over one training set.
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
-    ``holdout``: the share of its own data that a client never trains on, by stage name, from the plans.
+    ``plans`` say by stage what share of its own data a client holds out. ``passes``: how a model is run over data.
     """
 
     train: Examples
     parts: Sequence[Tensor]
     classes: int
     model: Callable[[int], ModelSpec]
+    passes: Callable[[ModelSpec], Passes]
     inputs: Inputs
     plans: dict[str, Plan]
     seed: int
@@ -39,7 +39,7 @@ class SimulatedSites:
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""
         spec = self.model(client)
-        passes = ModelPasses(spec, replace(self.inputs, steps=()))
+        passes = self.passes(spec)
         if client == SERVER:
             data = self.public or Examples(self.train.images[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fedstill import trees
-from fedstill.engines.inputs import Inputs, layout
+from fedstill.data.inputs import Inputs, layout
+from fedstill.engines.optimiser import optimiser
 from fedstill.engines.passes import ModelPasses
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
@@ -47,7 +48,7 @@ class _Training:
         for leaf in self.leaves.values():
             leaf.requires_grad_()
         self.lr = plan.lr_at(stage.round)
-        self.optimiser = _optimiser(plan, list(self.leaves.values()), self.lr)
+        self.optimiser = optimiser(plan, list(self.leaves.values()), self.lr)
         self.module = _in_training_mode(contract.module(view.model), plan)
         self.examples = view.public if stage.view == "public" and view.public is not None else view.data
         self.trace = {k: v.clone() for k, v in carry.trace.items()}
@@ -81,7 +82,8 @@ class _Training:
         terms = self.work.terms(step, self.carry)
         reduced = {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
         loss = torch.stack([v.float() if v.dtype != torch.float64 else v for v in reduced.values()]).sum()
-        self.optimiser.zero_grad()
+        for leaf in self.leaves.values():
+            leaf.grad = None
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
         self._move()
@@ -223,13 +225,6 @@ def _epochs(n: int, plan: Plan, draw: torch.Generator) -> Iterator[list[Tensor]]
         batches = list(torch.split(order, plan.batch))
         yield batches[:left] if plan.steps else batches
         left -= len(batches)
-
-
-def _optimiser(plan: Plan, leaves: list[Tensor], lr: float) -> torch.optim.Optimizer:
-    leaves = leaves or [torch.zeros(0, requires_grad=True)]
-    if plan.optimiser == "adam":
-        return torch.optim.Adam(leaves, lr=lr, weight_decay=plan.weight_decay)
-    return torch.optim.SGD(leaves, lr=lr, momentum=plan.momentum, weight_decay=plan.weight_decay)
 
 
 def _in_training_mode(m: nn.Module, plan: Plan) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What clients remember from one stage to the next: held until the stage is committed, then one file a client and stage."""
+"""What clients remember from one stage to the next: held until it is committed, then one file a client and stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstill.errors import BadPayload, CorruptFile
-from fedstill.files import digest, write_whole
+from fedstill.files import digest, make_folder, write_whole
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import decode, encode
 
@@ -64,7 +64,7 @@ class Memory:
         elif self.folder is None:
             self._kept[client] = memory
         else:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             name, data = f"client{client}-round{stage.round}-stage{stage.index}.safetensors", encode(memory)
             write_whole(self.folder / name, data)
             self.index[client] = (name, digest(data))

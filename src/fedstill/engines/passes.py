@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.inputs import SHARD, Inputs, layout
+from fedstill.data.inputs import SHARD, Inputs, layout
 from fedstill.models import contract
 from fedstill.records import Examples, ModelSpec, Tensors
 

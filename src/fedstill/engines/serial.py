@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from fedstill.engines.inputs import Inputs
+from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class

@@ -1,22 +1,26 @@
 """Checkpoints: the whole truth of a run after a stage, written whole or not at all.
 
-``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed is
-not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest manifest.
+``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed
+is not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest one.
 Objects are durable before the manifest is, and the manifest before ``LATEST`` points to it; old files go last.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedstill.errors import BadPayload, CorruptFile
-from fedstill.files import digest, write_whole
+from fedstill.experiment.journal import Mark
+from fedstill.files import digest, make_folder, write_whole
 from fedstill.records import ModelSpec, Payload, State
 from fedstill.wire.codec import decode, encode
+
+log = logging.getLogger("fedstill.checkpoint")
 
 KEPT = 3
 """How many checkpoints are kept."""
@@ -24,28 +28,33 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds: the state, which memory files count, how long the journal was."""
+    """What a checkpoint holds: the state, which memory files count, where the journal stood."""
 
     state: State
     memory: dict[int, tuple[str, str]]
-    journal: int
+    journal: Mark
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256)."""
+    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
+
+    ``memory``: the folder of the memory files that they name; they are read and compared too, if it is given.
+    """
 
     folder: Path
     config: str
+    memory: Path | None = None
+    _sound: set[str] = field(default_factory=set, compare=False, repr=False)  # objects written or read whole here
 
     @property
     def objects(self) -> Path:
         """Where groups of states are."""
         return self.folder / "objects"
 
-    def save(self, state: State, memory: dict[int, tuple[str, str]], journal: int) -> list[str]:
+    def save(self, state: State, memory: dict[int, tuple[str, str]], journal: Mark) -> list[str]:
         """Write a checkpoint; the names of all memory files that a kept checkpoint still needs."""
-        self.objects.mkdir(parents=True, exist_ok=True)
+        make_folder(self.objects)
         groups = {
             "params": Payload(params=state.params),
             **{f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra},
@@ -60,7 +69,7 @@ class Checkpoints:
             "config": self.config,
         }
         body = json.dumps(manifest).encode()
-        name = f"{state.round:07d}-{state.stage:05d}.json"
+        name = _name(state.round, state.stage)
         write_whole(self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode())
         write_whole(self.folder / "LATEST", name.encode())
         return self._prune(name)
@@ -76,6 +85,7 @@ class Checkpoints:
             try:
                 return self._load(name)
             except CorruptFile as error:
+                log.warning("checkpoint passed over: %s", error)
                 problems.append(str(error))
         if problems:
             raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
@@ -93,17 +103,27 @@ class Checkpoints:
         data = encode(payload)
         name = digest(data)
         path = self.objects / f"{name}.safetensors"
-        if not path.exists():
+        if name not in self._sound or not path.exists():
             write_whole(path, data)
+            self._sound.add(name)
         return name
 
     def _load(self, name: str) -> Restored:
         manifest = self._manifest(name)
-        if manifest["config"] != self.config:
-            raise CorruptFile(f"{self.folder / name} belongs to another configuration")
+        path = self.folder / name
+        try:
+            if manifest["config"] != self.config:
+                raise CorruptFile(f"{path} belongs to another configuration")
+            if name != _name(manifest["round"], manifest["stage"]):
+                raise CorruptFile(f"{path} is of round {manifest['round']}, stage {manifest['stage']}: it was moved")
+            return self._restored(manifest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFile(f"{path} is not laid out as this version's: {type(error).__name__} {error}") from error
+
+    def _restored(self, manifest: dict[str, Any]) -> Restored:
         groups: dict[str, Any] = {}
         for key, sha in manifest["groups"].items():
-            groups.update({key: g for g in self._group(sha).values()})
+            (groups[key],) = self._group(sha).values()
         model = manifest["model"]
         if model:
             fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in model["fields"])
@@ -111,7 +131,11 @@ class Checkpoints:
         extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
         state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
-        return Restored(state, memory, manifest["journal"])
+        if self.memory is not None:
+            for file, sha in memory.values():
+                _read_whole(self.memory / file, sha)
+        length, journal = manifest["journal"]
+        return Restored(state, memory, (length, journal))
 
     def _manifest(self, name: str) -> dict[str, Any]:
         path = self.folder / name
@@ -126,12 +150,11 @@ class Checkpoints:
 
     def _group(self, sha: str) -> Payload:
         path = self.objects / f"{sha}.safetensors"
+        data = _read_whole(path, sha)
+        self._sound.add(sha)
         try:
-            data = path.read_bytes()
-            if digest(data) != sha:
-                raise BadPayload("its SHA-256 is not its name")
             return decode(data)
-        except (OSError, BadPayload) as error:
+        except BadPayload as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
     def _prune(self, newest: str) -> list[str]:
@@ -147,6 +170,7 @@ class Checkpoints:
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:
                 path.unlink()
+                self._sound.discard(path.stem)
         return sorted(memory)
 
     def _whole(self, name: str) -> Iterator[dict[str, Any]]:
@@ -154,3 +178,17 @@ class Checkpoints:
             yield self._manifest(name)
         except CorruptFile:
             return
+
+
+def _name(round: int, stage: int) -> str:
+    return f"{round:07d}-{stage:07d}.json"
+
+
+def _read_whole(path: Path, sha: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptFile(f"{path} is damaged: {error.strerror}") from error
+    if digest(data) != sha:
+        raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one noted")
+    return data

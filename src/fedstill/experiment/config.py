@@ -1,7 +1,8 @@
-"""The configuration of one run: what may be written, where each value came from, and one clear line for what is wrong."""
+"""The configuration of one run: what may be written, where each value came from, one clear line for what is wrong."""
 
 from __future__ import annotations
 
+import inspect
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName, suggestion
@@ -41,7 +42,7 @@ DATA: Fields = {
     "test_size": (CountOrZero, 0),
     "public": (CountOrZero, 0),
 }
-"""``[data]``: which set, how training images vary, and how much of it (0 = all), stratified; ``public`` images set apart."""
+"""``[data]``: which set, how training images vary, how much of it (0 = all), stratified; ``public`` images apart."""
 
 CLIENTS: Fields = {
     "quorum": (PositiveShare, 0.5),
@@ -71,8 +72,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": 
 class Experiment:
     """One run as it was asked for: only what differs from the defaults needs to be said.
 
-    The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. ``origins`` says
-    where a dotted key came from, ``base`` is the folder that paths are relative to.
+    The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. ``origins``
+    says where a dotted key came from, ``base`` is the folder that paths are relative to.
     """
 
     seed: Any = TOP["seed"][1]
@@ -99,7 +100,7 @@ class Experiment:
         if isinstance(value, str) and name in (*NAMED, "data"):
             return {NAMED.get(name, ("name", ""))[0]: value}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {value!r} must be a table, [{name}]")
+            raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]")
         return dict(value)
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
@@ -111,14 +112,14 @@ class Experiment:
 
 
 def load(path: Path | None, overrides: tuple[str, ...] = ()) -> Experiment:
-    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides; values are TOML, or else strings."""
+    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings."""
     if path is None:
         return Experiment().with_values(parse_overrides(overrides), "command line")
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
     return from_tree(tree, origins, path.parent).with_values(parse_overrides(overrides), "command line")
@@ -144,20 +145,40 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
         if not equals or not key.strip():
             raise ConfigError(f"override {text!r} is not of the form key=value, e.g. -s method.beta=0.5")
         try:
-            out[key.strip()] = tomllib.loads(f"v = {value}")["v"]
-        except tomllib.TOMLDecodeError:
-            out[key.strip()] = value.strip()
+            read = tomllib.loads(f"v = {value}")
+        except (ValueError, RecursionError):
+            read = {"v": value.strip()}
+        out[key.strip()] = read["v"] if len(read) == 1 else value.strip()
     return out
 
 
+def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
+    """``("method.beta=0.1,1",)`` as ``{"method.beta": [0.1, 1]}``.
+
+    >>> parse_grid(("method.beta=0.1,1", "partition=iid,sharding"))
+    {'method.beta': [0.1, 1], 'partition': ['iid', 'sharding']}
+    """
+    grid = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        each = [parse_overrides((f"{key}={value}",)) for value in values.split(",")]
+        grid[key.strip()] = [value for one in each for value in one.values()]
+    return grid
+
+
 def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Every field's value, from what is given or its default; raises ConfigError with one line for all that is wrong."""
-    model = create_model("Table", __config__=STRICT, **fields)  # type: ignore[call-overload]
-    lists_as_tuples = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    """Every field's value, given or by default; raises ConfigError with one line for all that is wrong."""
+    slots = {f"field{i}": (hint, Field(default, alias=k)) for i, (k, (hint, default)) in enumerate(fields.items())}
+    lists_as_tuples = {str(k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     try:
-        return {k: getattr(model.model_validate(lists_as_tuples), k) for k in fields}
+        model = create_model("Table", __config__=STRICT, **slots)  # type: ignore[call-overload]
+        found = model.model_validate(lists_as_tuples)
+    except PydanticUserError as error:
+        raise ConfigError(f"{where}: a field has a type that a config cannot hold: {_line(error)}") from error
     except ValidationError as error:
-        raise ConfigError("; ".join(_problem(e, fields, where) for e in error.errors())) from None
+        problems = {str(e["loc"][0]): _problem(e, fields, where) for e in reversed(error.errors())}
+        raise ConfigError("; ".join(reversed(problems.values()))) from None
+    return {k: getattr(found, slot) for slot, k in zip(slots, fields, strict=True)}
 
 
 def plan_for(default: Plan, given: Mapping[str, Any], where: str) -> Plan:
@@ -183,7 +204,20 @@ def _problem(error: Any, fields: Fields, where: str) -> str:
         return f"unknown key {name!r}; {suggestion(key, fields)}"
     if error["type"] == "missing":
         return f"{name} is missing, and has no default"
-    return f"{name} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{name} = {shown(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line, and not longer than that."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or tables in tables in tables
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -195,8 +229,8 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
     if head not in tree:
         raise UnknownName("key", key, [*TOP, *TABLES], where="override")
     inner = tree[head]
-    if isinstance(inner, str) and head in NAMED:
-        inner = {NAMED[head][0]: inner}
+    if isinstance(inner, str) and head in (*NAMED, "data"):
+        inner = {NAMED.get(head, ("name", ""))[0]: inner}
     if not isinstance(inner, Mapping):
         raise ConfigError(f"override {key}: {head} is a value, not a table")
     tree[head] = dict(inner)
@@ -216,8 +250,12 @@ def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:
     """A registered thing and what a config may set of it."""
     entry = registry.lookup(kind, name, base)
-    fields = entry.fields
-    if kind == "partition":
+    try:
+        fields = entry.fields
+        seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
+    except (NameError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {_line(error)}") from error
+    if seeded:
         fields["seed"] = (Seed | None, None)
     for key, value in DEFAULTS.get(name, {}).items():
         if key in fields and fields[key][1] is ...:

@@ -1,7 +1,8 @@
-"""The journal of a run: one JSON object a line, in the order of events; times stand only in fields named ``seconds…``."""
+"""The journal of a run: one JSON object a line, in the order of events; times are only in fields named ``seconds…``."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -10,9 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import CorruptFile
-from fedstill.files import as_named
+from fedstill.files import as_named, digest, sync_folder
 
 Event = dict[str, Any]
+
+
+Mark = tuple[int, str]
+"""A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
+
+START: Mark = (0, digest(b""))
+"""The mark of an empty journal."""
 
 
 class Journal:
@@ -20,28 +28,46 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab")
+        try:
+            self._file = path.open("ab", buffering=0)
+            sync_folder(path.parent)
+            self._sum = hashlib.sha256(path.read_bytes())
+        except OSError as error:
+            raise as_named(error, path) from error
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event; a number that is not finite is written as null."""
         line = json.dumps({"event": event, **_plain(values)}, separators=(",", ":"), allow_nan=False)
+        data = memoryview(line.encode() + b"\n")
+        self._sum.update(data)
         try:
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:
             raise as_named(error, self.path) from error
 
-    def sync(self) -> int:
-        """Make all events durable; the length of the file in bytes."""
-        os.fsync(self._file.fileno())
-        return self._file.tell()
+    def sync(self) -> Mark:
+        """Make all events durable; where the journal stands."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise as_named(error, self.path) from error
+        return self._file.tell(), self._sum.hexdigest()
 
-    def cut(self, length: int) -> None:
-        """Drop what was written after a length: events that the checkpoint does not know."""
-        if self.path.stat().st_size < length:
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after a mark: events that the checkpoint does not know.
+
+        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the one that was written.
+        """
+        length, sha = mark
+        data = self.path.read_bytes()[:length]
+        if len(data) < length:
             raise CorruptFile(f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the file")
+        if digest(data) != sha:
+            raise CorruptFile(f"{self.path} is not what was written: its first {length} bytes changed; restore it")
         self._file.truncate(length)
         self._file.seek(0, os.SEEK_END)
+        self._sum = hashlib.sha256(data)
 
     def close(self) -> None:
         """Close the file."""

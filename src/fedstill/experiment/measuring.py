@@ -1,4 +1,4 @@
-"""What is measured on the way: after every round on the server's test set, and what clients measured in their stages."""
+"""What is measured on the way: on the server after every round, and by clients in their stages."""
 
 from __future__ import annotations
 

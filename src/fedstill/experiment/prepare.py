@@ -11,13 +11,15 @@ import numpy as np
 import torch
 
 from fedstill import registry
-from fedstill.data.examples import Dataset, Split
+from fedstill.data.examples import Dataset
+from fedstill.data.inputs import Inputs
+from fedstill.data.partition import cached, public_split
 from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
-from fedstill.engines.inputs import Inputs
 from fedstill.engines.memory import Memory
+from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError, IncompatibleMethod, InfeasiblePartition
+from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.keys import generator, seed_for
@@ -56,13 +58,14 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     classes = len(dataset.classes)
     parts = split(settings, train.labels.numpy())
     world = _world(settings, dataset, classes)
-    augment = tuple(settings["data"]["augment"])
+    inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
         train=Examples(train.images, train.labels),
         parts=parts,
         classes=classes,
         model=world.model,
-        inputs=Inputs(tuple(dataset.mean), tuple(dataset.std), augment),
+        passes=lambda spec: ModelPasses(spec, inputs),
+        inputs=inputs,
         plans=dict(settings.plans),
         seed=settings["seed"],
         public=public,
@@ -84,25 +87,32 @@ def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> li
     """Positions of each client's examples; raises InfeasiblePartition if a client would have none."""
     entry, fields = settings.named("partition")
     wanted = inspect.signature(entry.target).parameters
-    own = fields.pop("seed")
+    own = fields.pop("seed", None)
     if "seed" in wanted:
         fields["seed"] = settings["seed"] if own is None else own
-    parts = entry.build(labels, settings.clients, **fields)
+    try:
+        parts = [np.asarray(part) for part in cached(entry.target, labels, clients=settings.clients, **fields)]
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise ConfigError(f"partition {entry.name} failed: {type(error).__name__}: {error}") from error
+    if len(parts) != settings.clients:
+        raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
     for client, part in enumerate(parts):
         if len(part) == 0:
             raise InfeasiblePartition(f"partition {entry.name}: client {client} gets no examples; use fewer clients")
-    if len(parts) != settings.clients:
-        raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
+        if part.ndim != 1 or part.dtype.kind not in "iu" or part.min() < 0 or part.max() >= len(labels):
+            raise ConfigError(f"partition {entry.name}: client {client} must get positions from 0 to {len(labels) - 1}")
+    if np.bincount(np.concatenate(parts)).max() > 1:
+        raise ConfigError(f"partition {entry.name} gives an example to two clients; each example goes to one at most")
     return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in parts]
 
 
-def _smaller(examples: Split, size: int, key: str) -> Split:
+def _smaller(examples: Examples, size: int, key: str) -> Examples:
     if size == 0:
         return examples
     if size > len(examples.labels):
         raise ConfigError(f"data.{key} = {size} is more than the {len(examples.labels)} examples there are")
     keep = stratified(examples.labels, size, seed=0)
-    return Split(examples.images[keep], examples.labels[keep])
+    return examples.take(keep)
 
 
 def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
@@ -120,16 +130,14 @@ def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
     return torch.cat(picked).sort().values
 
 
-def _set_public_apart(settings: Settings, train: Split) -> tuple[Split, Examples | None]:
-    size = settings["data"]["public"]
+def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Examples | None]:
+    size, own = settings["data"]["public"], settings["partition"]["seed"]
     if size == 0:
         return train, None
-    if size >= len(train.labels):
-        raise ConfigError(f"data.public = {size} leaves nothing of {len(train.labels)} training examples")
-    public = stratified(train.labels, size, settings["seed"])
-    rest = torch.ones(len(train.labels), dtype=torch.bool)
-    rest[public] = False
-    return Split(train.images[rest], train.labels[rest]), Examples(train.images[public], train.labels[public])
+    if size >= len(train):
+        raise ConfigError(f"data.public = {size} leaves nothing of {len(train)} training examples")
+    pool, public = public_split(len(train), size, settings["seed"] if own is None else own)
+    return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
 def _world(settings: Settings, dataset: Dataset, classes: int) -> Federation:
@@ -179,8 +187,12 @@ def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:
     images = prepared.sites.inputs.plain(prepared.sites.train.images[:2])
     try:
         out = contract.predictor(spec, contract.initial(spec, 0))(images)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except FedstillError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(f"model {spec} cannot take images of shape {tuple(images.shape[1:])}: {reason}") from error
+    if not isinstance(out, torch.Tensor):
+        raise ConfigError(f"model {spec} gives a {type(out).__name__}, not logits")
     if out.shape != (len(images), spec.classes):
         raise ConfigError(f"model {spec} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")

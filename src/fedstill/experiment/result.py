@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from safetensors import SafetensorError
 from torch import Tensor
 
+from fedstill.errors import CorruptFile
 from fedstill.experiment import journal as journals
 from fedstill.experiment.settings import Settings
 from fedstill.files import write_whole
@@ -30,15 +32,22 @@ class Result:
 
     @staticmethod
     def of(folder: Path) -> Result:
-        """The result of a finished run's directory."""
-        summary = json.loads((folder / "summary.json").read_text())
+        """The result of a finished run's directory; raises CorruptFile for a file that is damaged or gone."""
+        path = folder / "summary.json"
+        try:
+            summary = json.loads(path.read_bytes())
+            accuracy, forgetting = summary["accuracy"], summary["forgetting"]
+            path = folder / "model.safetensors"
+            model = safetensors.torch.load(path.read_bytes())
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            todo = f"delete summary.json, then `fedstill resume {folder}`"
+            raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
         history = [e for e in journals.read(folder / "journal.jsonl") if e["event"] == "round"]
-        model = safetensors.torch.load_file(folder / "model.safetensors")
-        return Result(summary["accuracy"], summary["forgetting"], history, model, folder, summary)
+        return Result(accuracy, forgetting, history, model, folder, summary)
 
 
 def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
-    """The run in one mapping. Papers don't say which accuracy they print, so: the last, the best, the last ten's mean."""
+    """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean."""
     accuracies = [e["accuracy"] for e in history]
     return {
         "method": settings["method"]["name"],

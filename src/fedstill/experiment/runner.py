@@ -6,26 +6,26 @@ import platform
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 import fedstill
 from fedstill.data.examples import Dataset
-from fedstill.errors import CorruptFile, RunBusy, RunExists
+from fedstill.errors import CorruptFile, RunExists
 from fedstill.experiment import journal as journals
 from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
+from fedstill.experiment.directory import locked, new_directory, refuse_used
 from fedstill.experiment.measuring import Measuring
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.result import Result, summary_of, write_result
 from fedstill.experiment.settings import Settings, settle
-from fedstill.files import digest, write_whole
+from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State
 from fedstill.wire.screen import Refusal
@@ -68,13 +68,15 @@ def run(
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. Raises ConfigError and its kin before
-    anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then the
-    directory keeps the last good state.
+    anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then
+    the directory keeps the last good state.
     """
     settings = settle(experiment)
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
     with locked(folder):
+        refuse_used(folder)
+        sweep(folder)
         write_whole(folder / "config.toml", as_toml(settings.tree).encode())
         with closing(_Driver(prepared, folder, watch or Quiet())) as driver:
             return driver.start()
@@ -87,6 +89,7 @@ def resume(directory: Path | str, data: Dataset | None = None, watch: Progress |
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)
+        sweep(folder)
         with closing(_Driver(prepare(settings, data), folder, watch or Quiet())) as driver:
             return driver.resume()
 
@@ -95,36 +98,12 @@ def settings_of(folder: Path) -> Settings:
     """The settings of an existing run."""
     path = folder / "config.toml"
     try:
-        tree = tomllib.loads(path.read_text())
-    except FileNotFoundError as error:
+        tree = tomllib.loads(path.read_bytes().decode())
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     return settle(from_tree(tree, {}, folder))
-
-
-def new_directory(settings: Settings, out: Path | None) -> Path:
-    """A directory for a new run; raises RunExists if it holds anything already."""
-    name = settings["method"]["name"].rpartition("/")[2].replace(":", "-")
-    base = Path("runs") / f"{name}-{settings['data']['name'].replace('/', '-')}-seed{settings['seed']}"
-    folder = out or next(p for i in range(1, 100_000) if not (p := base.with_name(f"{base.name}-{i}")).exists())
-    if folder.is_file() or (folder.is_dir() and any(p.name != "lock" for p in folder.iterdir())):
-        raise RunExists(f"{folder} is not empty; choose another --out, or go on with `fedstill resume {folder}`")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def locked(folder: Path) -> Any:
-    """Hold a run's directory against other processes; the lock goes with this process, however it ends."""
-    if not folder.is_dir():
-        raise RunExists(f"there is no directory {folder}")
-    lock = FileLock(folder / "lock", timeout=0)
-    try:
-        with lock:
-            yield
-    except Timeout as error:
-        raise RunBusy(f"{folder} is being written by another process; wait for it, or end it") from error
 
 
 @dataclass
@@ -139,8 +118,9 @@ class _Driver:
         settings = self.prepared.settings
         self.settings, self.world, self.method = settings, self.prepared.world, settings.method
         self.journal = journals.Journal(self.folder / "journal.jsonl")
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", digest((self.folder / "config.toml").read_bytes()))
-        self.engine = self.prepared.engine(self.folder / "memory")
+        config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory)
+        self.engine = self.prepared.engine(memory)
         self.measuring = Measuring(self.prepared)
         self.began = time.perf_counter()
         self.stages: Sequence[Stage] = ()
@@ -160,7 +140,7 @@ class _Driver:
         """From the last whole checkpoint; from the beginning if there is none."""
         restored: Restored | None = self.checkpoints.latest()
         if restored is None:
-            self.journal.cut(0)
+            self.journal.cut(journals.START)
             return self.start()
         self.journal.cut(restored.journal)
         self._check_sources()

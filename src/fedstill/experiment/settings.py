@@ -10,7 +10,7 @@ from typing import Any
 
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, checked, fields_of, plan_for
+from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, checked, fields_of, plan_for, shown
 from fedstill.fields import Count
 from fedstill.method import Method
 from fedstill.records import Plan
@@ -54,6 +54,7 @@ def settle(experiment: Experiment) -> Settings:
     _check_measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
+    data["folder"] = str(_place(data["folder"], experiment.base, "data.folder")) if data["folder"] else ""
     rules = checked(CLIENTS, experiment.table("clients"), "clients")
     rules["models"] = tuple(_resolved_name("model", n, experiment.base) for n in rules["models"])
     if experiment.table("privacy"):
@@ -82,7 +83,7 @@ def settle(experiment: Experiment) -> Settings:
 
 def as_experiment(settings: Settings) -> Experiment:
     """The experiment that says every resolved value outright."""
-    return Experiment(**{k: v for k, v in settings.tree.items()}, origins=settings.origins)
+    return Experiment(**settings.tree, origins=settings.origins)
 
 
 def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
@@ -93,7 +94,13 @@ def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tup
         experiment = replace(experiment, method={key: registry.name_of(kind, type(live)), **given})
     values = _values(experiment, kind, default)
     entry = registry.lookup(kind, values[key])
-    return entry.build(**{k: v for k, v in values.items() if k != key}), values
+    try:
+        built = entry.build(**{k: v for k, v in values.items() if k != key})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{kind} {entry.name} cannot be made from these fields: {error}") from error
+    if kind == "method" and not isinstance(built, Method):
+        raise ConfigError(f"{kind}.{key} = {entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
+    return built, values
 
 
 def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> di
         given.pop("clients", None)
     name = given.pop(key, default.get(kind, first))
     if not isinstance(name, str):
-        raise ConfigError(f"{kind}.{key} = {name!r} must be a name, a file or an import path")
+        raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
     entry, fields = fields_of(kind, name, experiment.base)
     return {key: _resolved_name(kind, name, experiment.base), **checked(fields, given, f"{kind} {entry.name}")}
 
@@ -118,22 +125,36 @@ def _data_name(name: str, base: Path | None) -> str:
     if name in registry.names("dataset"):
         return name
     path, colon, attribute = name.partition(":")
-    place = (base or Path.cwd()) / Path(path).expanduser()
-    return str(place.resolve()) + colon + attribute if place.exists() else name
+    place = _place(path, base, "data.name")
+    return str(place) + colon + attribute if place.exists() else name
+
+
+def _place(path: str, base: Path | None, key: str) -> Path:
+    """A path as it is written in a config: relative to the config's folder."""
+    try:
+        place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        place.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{key} = {shown(path)} cannot be a path: {error}") from error
+    return place
 
 
 def _clients(experiment: Experiment) -> int:
     said = {t: experiment.table(t)["clients"] for t in ("topology", "partition") if "clients" in experiment.table(t)}
-    if len(set(said.values())) > 1:
-        raise ConfigError(f"topology.clients = {said['topology']} and partition.clients = {said['partition']} differ")
-    value = next(iter(said.values()), DEFAULT_CLIENTS)
-    return int(checked({"clients": (Count, ...)}, {"clients": value}, "topology")["clients"])
+    counts = {t: checked({"clients": (Count, ...)}, {"clients": v}, t)["clients"] for t, v in said.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"topology.clients = {counts['topology']} and partition.clients = {counts['partition']} differ"
+        )
+    return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
 def _plans(method: Method, table: Mapping[str, Any]) -> dict[str, Plan]:
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in method.plans:
             raise UnknownName("stage", name, method.plans, where="plan")
+        if name in method.plans and not isinstance(value, Mapping):
+            raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
     common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     return {
         stage: plan_for(default, {**common, **table.get(stage, {})}, f"plan.{stage}")

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
+
+from fedstill.experiment.compare import Outcome
+from fedstill.report.groups import Group
+from fedstill.report.summary import MEASURES
 
 SHADES = " ░▒▓█"
 
@@ -25,24 +38,12 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def with_spread(values: Sequence[float], scale: float = 1.0, digits: int = 2) -> str:
-    """Mean ± standard deviation (sample) over seeds; the value alone if there is one.
-
-    >>> with_spread([0.1, 0.3], 100), with_spread([0.5])
-    ('20.00 ± 14.14', '0.50')
-    """
-    mean = scale * sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:.{digits}f}"
-    spread = (sum((scale * v - mean) ** 2 for v in values) / (len(values) - 1)) ** 0.5
-    return f"{mean:.{digits}f} ± {spread:.{digits}f}"
-
-
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A plain table; the first column is left-aligned, the others right."""
+    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
     out = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", min_width=min(widths[i], 60))
     for row in rows:
         out.add_row(*row)
     return out
@@ -62,8 +63,50 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], most: int = 4
     return text
 
 
+def results(compared: Sequence[Group]) -> Table:
+    """The table of a comparison: mean ± spread over seeds."""
+    shown = [
+        m for m in MEASURES if m.key in ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting", "seconds")
+    ]
+    rows = []
+    for group in compared:
+        found = [group.mean_spread(m.key) for m in shown]
+        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(found, shown, strict=True)]
+        rows.append([group.label, *cells, str(len(group.seeds)) + ("" if group.finished else ", unfinished")])
+    return table("", ["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
+
+
+class CompareBar:
+    """A progress bar over all rounds of all runs, and one line for each run under way."""
+
+    def __init__(self, rounds: int, *, quiet: bool = False) -> None:
+        self._bar = progress(quiet)
+        self._all = self._bar.add_task("all rounds", total=rounds, accuracy="")
+        self._tasks: dict[Path, TaskID] = {}
+
+    def __enter__(self) -> CompareBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, outcomes: Sequence[Outcome]) -> None:
+        """Show how far the runs are."""
+        self._bar.update(self._all, completed=sum(o.done for o in outcomes))
+        for outcome in outcomes:
+            task = self._tasks.get(outcome.variant.folder)
+            if outcome.state == "running" and task is None:
+                name = f"{outcome.variant.label} seed {outcome.variant.seed}"
+                task = self._bar.add_task(name, total=outcome.rounds, accuracy="")
+                self._tasks[outcome.variant.folder] = task
+            if task is not None:
+                said = "" if outcome.accuracy is None else f"accuracy {percent(outcome.accuracy)}"
+                self._bar.update(task, completed=outcome.done, accuracy=said, visible=outcome.state == "running")
+
+
 class Bar:
-    """A progress bar for one run: round, accuracy, time left. The first Ctrl-C ends after the stage, the second at once."""
+    """A progress bar for one run: round, accuracy, time left. Ctrl-C ends after the stage, twice at once."""
 
     def __init__(self, rounds: int, label: str, *, quiet: bool = False) -> None:
         self._bar = progress(quiet)

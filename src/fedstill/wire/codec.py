@@ -1,7 +1,8 @@
 """Payloads as bytes and back: safetensors for the tensors, JSON for the rest, never a pickle.
 
-A payload is one safetensors file. A tensor of a group is named ``group/name``, a bare tensor ``group``; numbers, strings
-and the order of groups stand as JSON in the header's metadata. Equal payloads give equal bytes.
+A payload is one safetensors file. A tensor of a group is named ``group/name``, a bare tensor ``group``; numbers,
+strings and the order of groups and of their tensors stand as JSON in the header's metadata. Order is kept because sums
+over named tensors depend on it in the last bit. Equal payloads give equal bytes.
 """
 
 from __future__ import annotations
@@ -20,49 +21,72 @@ from fedstill.records import Group, Payload
 
 MAX_BYTES = 4 << 30
 MAX_HEADER = 8 << 20
+MAX_NAME = 512
 _KEY = "fedstill"
+_METADATA = "__metadata__"
 
 
 def encode(payload: Payload) -> bytes:
-    """A payload as bytes; tensors are stored contiguous, on the CPU, in their own type."""
+    """A payload as bytes; tensors are stored contiguous, on the CPU, in their own type.
+
+    Raises BadPayload for what is no group, a tensor that cannot be stored (sparse), or a name that is not plain text.
+    """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, group in payload.items():
-        if "/" in name:
-            raise BadPayload(f"group name {name!r} must not contain '/'")
+        if not _plain(name) or "/" in name:
+            raise BadPayload(f"group name {name!r} must be plain text without '/'")
         if isinstance(group, Tensor):
             tensors[name] = group
         elif isinstance(group, Mapping):
-            rest[name] = None
+            rest[name] = list(group)
             tensors.update({f"{name}/{k}": v for k, v in group.items()})
-        else:
+        elif _is_scalar(group):
             rest[name] = group
-    own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    note = json.dumps({"groups": list(payload), "rest": rest})
-    return safetensors.torch.save(own, {_KEY: note})
+        else:
+            raise BadPayload(f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a string")
+    try:
+        note = json.dumps({"groups": list(payload), "rest": rest})
+        own = {name: _stored(name, tensor) for name, tensor in tensors.items()}
+        return safetensors.torch.save(own, {_KEY: note})
+    except (SafetensorError, RuntimeError, KeyError, ValueError) as error:
+        raise BadPayload(f"the payload cannot be stored: {error}") from error
 
 
 def decode(data: bytes, limit: int = MAX_BYTES) -> Payload:
-    """The payload in some bytes; raises BadPayload if they are too many, malformed, or not a payload."""
+    """The payload in some bytes; raises BadPayload if they are too many, malformed, or not a payload.
+
+    Every tensor owns its memory, aligned as torch aligns it: kernels may choose their order of summation by that.
+    """
     note = _note(data, limit)
     try:
-        tensors = safetensors.torch.load(data)
+        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
     except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
         raise BadPayload(f"the bytes are not tensors: {error}") from error
     groups: dict[str, Group] = {}
     for name in note["groups"]:
-        if name in tensors:
-            groups[name] = tensors.pop(name)
-        elif name not in note["rest"]:
-            raise BadPayload(f"group {name!r} is named but not there")
-        elif note["rest"][name] is None:
-            prefix = name + "/"
-            groups[name] = {k[len(prefix) :]: tensors.pop(k) for k in list(tensors) if k.startswith(prefix)}
+        value = note["rest"].get(name)
+        if isinstance(value, list):
+            groups[name] = {k: _taken(tensors, f"{name}/{k}") for k in value}
         else:
-            groups[name] = note["rest"][name]
+            groups[name] = _taken(tensors, name) if value is None else value
     if tensors:
         raise BadPayload(f"tensors of no group: {sorted(tensors)[:3]}")
     return Payload(groups)
+
+
+def _stored(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise BadPayload(f"{name!r} is a {type(tensor).__name__}, not a tensor")
+    if not _plain(name.partition("/")[2] if "/" in name else name):
+        raise BadPayload(f"tensor name {name!r} must be plain text, and no path that leads elsewhere")
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().clone()
+
+
+def _taken(tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise BadPayload(f"{name!r} is named but not there")
+    return tensors.pop(name)
 
 
 def _note(data: bytes, limit: int) -> dict[str, Any]:
@@ -75,7 +99,7 @@ def _note(data: bytes, limit: int) -> dict[str, Any]:
         raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_HEADER})")
     try:
         header = json.loads(data[8 : 8 + size].decode(), object_pairs_hook=_unique)
-        note = json.loads(header["__metadata__"][_KEY], object_pairs_hook=_unique)
+        note = json.loads(header[_METADATA][_KEY], object_pairs_hook=_unique)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadPayload(f"the header is not a payload's: {type(error).__name__} {error}") from error
     if not _is_note(note):
@@ -88,12 +112,33 @@ def _is_note(note: Any) -> bool:
         return False
     groups, rest = note["groups"], note["rest"]
     return (
-        isinstance(groups, list)
-        and all(isinstance(g, str) for g in groups)
-        and len(set(groups)) == len(groups)
+        _are_names(groups)
+        and not any("/" in g for g in groups)
         and isinstance(rest, dict)
         and set(rest) <= set(groups)
-        and all(v is None or isinstance(v, (bool, int, float, str)) for v in rest.values())
+        and all(_are_names(v) if isinstance(v, list) else _is_scalar(v) for v in rest.values())
+    )
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return value == value.encode(errors="ignore").decode()
+    return isinstance(value, (bool, int, float))
+
+
+def _are_names(names: Any) -> bool:
+    return isinstance(names, list) and all(_plain(n) for n in names) and len(set(names)) == len(names)
+
+
+def _plain(name: object) -> bool:
+    """Whether a name is printable text of sensible length that, read as a path, would lead nowhere else."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= MAX_NAME
+        and name.isprintable()
+        and "\\" not in name
+        and name != _METADATA
+        and not {"", ".", ".."} & set(name.split("/"))
     )
 
 

@@ -1,8 +1,8 @@
-"""The screen: which replies may be folded, and why the others may not. A pure function of what was expected and what came."""
+"""The screen: which replies may be folded, and why the others may not, from what was expected and what came."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from fedstill.records import Group, Payload, Reply, Stage
 
 MAX_EXAMPLES = 10**9
 MAX_STRING = 1 << 16
+MAX_NUMBER = 2**63
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def screen(
 def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]) -> str:
     if reply.failure:
         return f"failed: {reply.failure}"
-    if reply.client not in downs:
+    if type(reply.client) is not int or reply.client not in downs:
         return "was not asked"
     if reply.client in seen:
         return "replied twice"
@@ -84,8 +85,7 @@ def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Ma
 
 def _content(up: Payload, expected: Payload) -> str:
     if set(up) != set(expected):
-        missing, extra = sorted(set(expected) - set(up)), sorted(set(up) - set(expected))
-        return f"groups differ: missing {missing}, not asked for {extra}"
+        return f"groups differ: {_difference(up, expected)}"
     for name in expected:
         bad = _group(name, up[name], expected[name])
         if bad:
@@ -97,13 +97,20 @@ def _group(name: str, got: Group, want: Group) -> str:
     if isinstance(want, Tensor):
         return _tensor(name, got, want)
     if isinstance(want, Mapping):
-        if not isinstance(got, Mapping) or set(got) != set(want):
-            return f"{name} does not hold the tensors expected"
+        if not isinstance(got, Mapping):
+            return f"{name} is a {type(got).__name__}, not named tensors"
+        if set(got) != set(want):
+            return f"{name} differs: {_difference(got, want)}"
         return next((bad for k in want if (bad := _tensor(f"{name}/{k}", got[k], want[k]))), "")
     if isinstance(want, str):
         return "" if isinstance(got, str) and len(got) <= MAX_STRING else f"{name} is not a short string"
-    number = isinstance(got, (int, float)) and not isinstance(got, bool)
-    return "" if number or isinstance(got, type(want)) else f"{name} is a {type(got).__name__}, not a number"
+    if type(got) is not type(want) and (type(got), type(want)) != (int, float):
+        return f"{name} is of type {type(got).__name__}, not {type(want).__name__}"
+    return f"{name} is a number beyond 2**63" if isinstance(got, int) and abs(got) > MAX_NUMBER else ""
+
+
+def _difference(got: Collection[str], want: Collection[str]) -> str:
+    return f"missing {sorted(set(want) - set(got))[:3]}, not asked for {sorted(set(got) - set(want))[:3]}"
 
 
 def _tensor(name: str, got: object, want: Tensor) -> str:

@@ -65,7 +65,7 @@ def _read(folder: Path) -> Decoded | None:
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
         splits = {split: _read_split(folder, split, shape) for split, shape in about["splits"].items()}
         classes = about["classes"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
     return Decoded(splits, None if classes is None else tuple(classes))
 

@@ -90,7 +90,9 @@ def _columns(
     name: str, image_column: str | None = None, label_column: str | None = None, size: int | None = None, **_: Any
 ) -> Columns:
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
-        raise ConfigError(f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096")
+        raise ConfigError(
+            f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out or give one"
+        )
     return Columns(image_column, label_column, size)
 
 

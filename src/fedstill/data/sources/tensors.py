@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.data.examples import Dataset, Split
+from fedstill.data.examples import Dataset
 from fedstill.data.sources.catalog import HALF
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.verify import checked
 from fedstill.errors import ConfigError, DataError
+from fedstill.records import Examples
 
 
 def from_tensors(
@@ -48,7 +49,7 @@ def as_dataset(
     name: str, data: Decoded, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Dataset:
     """Verified arrays as a data set, with mean and std 0.5 for every channel where none are given."""
-    splits = {s: Split(torch.from_numpy(x), torch.from_numpy(y)) for s, (x, y) in data.splits.items()}
+    splits = {s: Examples(torch.from_numpy(x), torch.from_numpy(y)) for s, (x, y) in data.splits.items()}
     channels = splits["train"].images.shape[1]
     mean = HALF * channels if mean is None else tuple(mean)
     std = HALF * channels if std is None else tuple(std)

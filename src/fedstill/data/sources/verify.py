@@ -12,7 +12,9 @@ from fedstill.data.sources.catalog import Known
 from fedstill.data.sources.decoded import Arrays, Decoded
 from fedstill.errors import DataError
 
+ORDER = ("train", "validation", "test")
 BLOCK = 4096
+"""Images hashed at once, so that no second copy of a large data set is made."""
 
 
 def checked(name: str, data: Decoded, known: Known | None = None) -> Decoded:
@@ -39,7 +41,7 @@ def checked(name: str, data: Decoded, known: Known | None = None) -> Decoded:
             )
     if known is not None:
         _check_known(known, data)
-    return Decoded(data.splits, classes)
+    return Decoded({split: data.splits[split] for split in ORDER if split in data.splits}, classes)
 
 
 def sums(arrays: Arrays) -> tuple[str, str]:
@@ -73,7 +75,7 @@ def _plain(names: Iterable[str]) -> list[str]:
 
 
 def _check_known(known: Known, data: Decoded) -> None:
-    sizes = {split: len(labels) for split, (_, labels) in data.splits.items()}
+    sizes = {split: len(data.splits[split][1]) for split in ORDER if split in data.splits}
     remedy = "the files are incomplete or other data: fetch them anew, or give the folder another name"
     wrong = {s: n for s, n in known.sizes.items() if sizes.get(s) != n}
     if wrong:

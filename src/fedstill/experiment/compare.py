@@ -1,0 +1,207 @@
+"""Several runs side by side: methods × a grid × seeds, as many at once as the machine bears, resumable."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fedstill.errors import ConfigError, FedstillError, RunExists
+from fedstill.experiment.config import Experiment, as_toml
+from fedstill.experiment.settings import settle
+
+BYTES_A_RUN = 1.5e9
+"""What one run of the usual sizes takes at most; only how many run at once depends on it."""
+
+POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a comparison: what is varied, as text, its seed, and where it goes."""
+
+    label: str
+    seed: int
+    experiment: Experiment
+    folder: Path
+
+
+@dataclass
+class Outcome:
+    """How far a run has come: rounds done, the last accuracy, and what went wrong, if anything did."""
+
+    variant: Variant
+    rounds: int
+    done: int = 0
+    accuracy: float | None = None
+    state: str = "waiting"
+    problem: str = ""
+    exit_code: int = 0
+    _read: int = field(default=0, repr=False)
+
+    def follow(self) -> None:
+        """Read what the run's journal says by now."""
+        path = self.variant.folder / "journal.jsonl"
+        if self.state not in ("running", "finished") or not path.is_file():
+            return
+        lines = path.read_bytes().split(b"\n")[:-1]
+        for line in lines[self._read :] if len(lines) >= self._read else lines:
+            if line.startswith(b'{"event":"round"'):
+                event = json.loads(line)
+                self.done, self.accuracy = event["round"], event["accuracy"]
+        self._read = len(lines)
+
+
+def variants(
+    experiment: Experiment,
+    out: Path,
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    grid: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Variant]:
+    """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
+
+    Every run uses one thread, so that its bits do not depend on how many run at once.
+    """
+    base = experiment.with_values({"threads": 1}, "compare")
+    found = []
+    for method in methods or ("",):
+        of_method = base.with_values({"method": method}, "compare") if method else base
+        for values in itertools.product(*(grid or {}).values()):
+            setting = dict(zip(grid or {}, values, strict=True))
+            chosen = of_method.with_values(setting, "compare")
+            name = settle(chosen)["method"]["name"]
+            label = " ".join([Path(name.partition(":")[0]).stem, *(f"{k}={v}" for k, v in setting.items())])
+            for seed in seeds or [settle(chosen)["seed"]]:
+                seeded = replace(chosen, seed=seed)
+                folder = out / label.replace("/", "-").replace(" ", "_") / f"seed{seed}"
+                found.append(Variant(label, settle(seeded)["seed"], seeded, folder))
+    if len({v.folder for v in found}) != len(found):
+        raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
+    return found
+
+
+def new_folder(name: str) -> Path:
+    """A folder under ``runs/`` that is not there yet."""
+    return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
+
+
+def rounds_of(variant: Variant) -> int:
+    """How many rounds a run has."""
+    return int(settle(variant.experiment)["rounds"])
+
+
+def jobs_that_fit() -> int:
+    """How many runs to do at once: one a core, as far as memory goes."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(os.cpu_count() or 1, int(free / BYTES_A_RUN)))
+
+
+def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
+    """Do all runs, going on with those that were begun, and leaving alone those that are finished.
+
+    ``watch`` is called a few times a second. A run that fails does not stop the others. The first Ctrl-C lets running
+    stages end and starts nothing new; the second ends at once. Raises RunExists for a folder that holds another run.
+    """
+    outcomes = [Outcome(v, rounds_of(v)) for v in runs]
+    for outcome in outcomes:
+        _check_folder(outcome.variant)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
+    asked = _Asked()
+    with asked, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
+        while waiting or running:
+            while waiting and len(running) < jobs and not asked.stop:
+                outcome = waiting.pop(0)
+                outcome.state = "running"
+                running[pool.submit(_do, outcome.variant)] = outcome
+            if asked.stop and not running:
+                break
+            done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+            for future in done:
+                _finish(running.pop(future), future)
+            for outcome in outcomes:
+                outcome.follow()
+            watch(outcomes)
+    return outcomes
+
+
+def _do(variant: Variant) -> tuple[int, str]:
+    from fedstill.experiment import runner
+
+    watch = _StopsWhenAsked()
+    signal.signal(signal.SIGINT, watch.ask)
+    signal.signal(signal.SIGTERM, watch.ask)
+    try:
+        if (variant.folder / "config.toml").is_file():
+            runner.resume(variant.folder, watch=watch)
+        else:
+            runner.run(variant.experiment, variant.folder, watch=watch)
+    except runner.Interrupted:
+        return 1, "stopped; the same command goes on with it"
+    except FedstillError as error:
+        return error.exit_code, str(error)
+    return 0, ""
+
+
+def _finish(outcome: Outcome, future: Future[tuple[int, str]]) -> None:
+    error = future.exception()
+    outcome.exit_code, outcome.problem = (1, f"{type(error).__name__}: {error}") if error else future.result()
+    outcome.state = "failed" if outcome.exit_code else "finished"
+
+
+def _check_folder(variant: Variant) -> None:
+    path = variant.folder / "config.toml"
+    if path.is_file() and path.read_text() != as_toml(settle(variant.experiment).tree):
+        raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
+
+
+class _Asked:
+    """Whether somebody pressed Ctrl-C; a second time raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.stop = False
+
+    def __enter__(self) -> _Asked:
+        self._old = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._old)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+
+
+class _StopsWhenAsked:
+    """A worker's watch: no display, and a stop after the stage in which a signal came."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal; the second ends the process."""
+        self.asked += 1
+        if self.asked > 1:
+            os._exit(1)
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Whether a signal came."""
+        return self.asked > 0

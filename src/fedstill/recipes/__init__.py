@@ -1,0 +1,1 @@
+"""Recipes: configurations that come with the library."""

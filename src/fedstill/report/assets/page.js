@@ -1,0 +1,70 @@
+// Draws the figures of this page from what the page itself holds; nothing is fetched.
+"use strict";
+(() => {
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+  const plots = [...document.querySelectorAll(".plot")].map((box) => ({
+    box, variants: JSON.parse(box.querySelector("script").textContent), shown: 0,
+  }));
+  let printing = false;
+
+  async function library() {
+    const text = atob(document.getElementById("plotly").textContent.trim());
+    const bytes = Uint8Array.from(text, (c) => c.charCodeAt(0));
+    const plain = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+    const script = document.createElement("script");
+    script.textContent = await new Response(plain).text();
+    document.head.append(script);
+  }
+
+  function themed(layout, width) {
+    const night = dark.matches && !printing;
+    const ink = night ? "#c9d0d8" : "#3a424c", line = night ? "#2c323a" : "#e6e9ed";
+    const font = { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: ink };
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
+    const hover = { bgcolor: night ? "#1b2026" : "#ffffff", bordercolor: line, font: { color: ink, size: 12 } };
+    const out = { ...layout, font, hoverlabel: hover, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
+    for (const key of Object.keys(layout)) {
+      if (/^[xy]axis/.test(key)) out[key] = { ...axis, ...layout[key] };
+    }
+    return width ? { ...out, width, autosize: false } : { ...out, autosize: true };
+  }
+
+  const config = {
+    responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d"],
+    toImageButtonOptions: { format: "svg" },
+  };
+
+  function draw(plot, width) {
+    const { data, layout } = plot.variants[Math.min(plot.shown, plot.variants.length - 1)];
+    return Plotly.react(plot.box, data, themed(layout, width), config);
+  }
+
+  function listen() {
+    for (const select of document.querySelectorAll("select[data-controls]")) {
+      select.addEventListener("change", () => {
+        for (const plot of plots.filter((p) => p.box.dataset.name === select.dataset.controls)) {
+          plot.shown = Number(select.value);
+          draw(plot);
+        }
+      });
+    }
+    dark.addEventListener("change", () => plots.forEach((p) => draw(p)));
+    window.addEventListener("beforeprint", () => {
+      printing = true;
+      plots.forEach((p) => draw(p, p.box.closest(".small") ? 300 : 640));
+    });
+    window.addEventListener("afterprint", () => {
+      printing = false;
+      plots.forEach((p) => draw(p));
+    });
+  }
+
+  library().then(() => Promise.all(plots.map((p) => draw(p)))).then(() => {
+    listen();
+    document.body.dataset.drawn = String(plots.length);
+  }).catch((error) => {
+    document.getElementById("trouble").hidden = false;
+    document.body.dataset.drawn = "failed";
+    console.error(error);
+  });
+})();

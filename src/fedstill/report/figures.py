@@ -1,0 +1,189 @@
+"""Figures of one measure: lines over rounds or seconds with bands over seeds, and bars of cost, as Plotly's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fedstill.report.groups import Group
+from fedstill.report.series import Series, elapsed, over_seeds, phases
+from fedstill.report.summary import spread
+
+Figure = dict[str, Any]
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+DASHES = ("solid", "dash", "dot", "dashdot")
+PERCENT = {"tickformat": ".0%", "hoverformat": ".2%"}
+DIGITS = 5
+
+
+class Style:
+    """The colour and dash of each group, the same in all figures; distinct to colour-blind readers (after Okabe and Ito)."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._index = {id(g): i for i, g in enumerate(groups)}
+
+    def colour(self, group: Group) -> str:
+        """A colour; they repeat after seven groups."""
+        return COLOURS[self._index[id(group)] % len(COLOURS)]
+
+    def dash(self, group: Group) -> str:
+        """A dash, which changes when colours repeat."""
+        return DASHES[self._index[id(group)] // len(COLOURS) % len(DASHES)]
+
+
+def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", **axis: Any) -> Figure:
+    """A measure over rounds, a line a group, with a band of one standard deviation over seeds.
+
+    ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y axis.
+    """
+    data = []
+    for group in groups:
+        series = over_seeds(group, key)
+        if series.rounds:
+            data += _line(group, style, series.rounds, series)
+        other = over_seeds(group, reference) if reference else Series([], [])
+        if other.rounds:
+            data.append({**_mean(group, style, other.rounds, other), **_dotted(group, style)})
+    return {"data": data, "layout": layout(xaxis={"title": {"text": "round"}, "rangemode": "tozero"}, yaxis=axis)}
+
+
+def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
+    """Accuracy over the seconds passed, both the mean over seeds at the end of each round."""
+    data = []
+    for group in groups:
+        accuracy, times = over_seeds(group, "accuracy"), elapsed(group)
+        seconds = dict(zip(times.rounds, times.mean, strict=True))
+        if accuracy.rounds:
+            trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy)
+            data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
+    axes = {"title": {"text": "seconds"}, "rangemode": "tozero", "hoverformat": ".1f"}
+    return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT)}
+
+
+def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
+    """Seconds a run, by phase: a bar a group, mean over seeds."""
+    found = {id(g): [phases(r) for r in g.started] for g in groups}
+    parts = {
+        name: [_average([getattr(p, name) for p in found[id(g)]]) for g in groups]
+        for name in ("training", "measuring", "other")
+    }
+    return _bars(groups, style, parts, "s", stacked=True)
+
+
+def megabytes(groups: Sequence[Group], style: Style) -> Figure:
+    """Megabytes a run, up and down: two bars a group, mean over seeds."""
+    parts = {}
+    for name in ("up", "down"):
+        means = [g.mean_spread(f"bytes_{name}") for g in groups]
+        parts[name] = [m.mean / 1e6 if m else 0.0 for m in means]
+    return _bars(groups, style, parts, "MB", stacked=False)
+
+
+def layout(**more: Any) -> dict[str, Any]:
+    """What all figures share; colours of text and grid are set by the page, for they follow the reader's theme."""
+    return {
+        "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
+        "height": 340,
+        "hovermode": "x unified",
+        "showlegend": True,
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        **{k: {"automargin": True, **v} if k in ("xaxis", "yaxis") else v for k, v in more.items()},
+    }
+
+
+def rounded(value: float) -> float:
+    """A number with as many digits as a figure shows."""
+    return round(value, DIGITS)
+
+
+def _line(group: Group, style: Style, x: Sequence[float], series: Series) -> list[dict[str, Any]]:
+    band = []
+    if series.has_band:
+        high = [rounded(v.mean + v.std) for v in series.values]
+        low = [rounded(v.mean - v.std) for v in series.values]
+        quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
+        edge = {"width": 0, "color": style.colour(group)}
+        fill = {"fill": "toself", "fillcolor": _faint(style.colour(group), 0.16)}
+        band = [{"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "line": edge, **fill, **quiet}]
+    return [*band, _mean(group, style, x, series)]
+
+
+def _mean(group: Group, style: Style, x: Sequence[float], series: Series) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers" if len(x) <= 60 else "lines",
+        "name": named(group),
+        "legendgroup": group.label,
+        "x": list(x),
+        "y": [rounded(v) for v in series.mean],
+        "customdata": [_seeds(v.runs, v.std) for v in series.values],
+        "hovertemplate": "%{y:.2%}%{customdata}",
+        "line": {"color": style.colour(group), "width": 2, "dash": style.dash(group)},
+        "marker": {"size": 5, "color": style.colour(group)},
+    }
+
+
+def named(group: Group) -> str:
+    """A group's label in a figure, which says whether it is unfinished."""
+    return plain(group.label if group.finished else f"{group.label} (unfinished)")
+
+
+def plain(name: str) -> str:
+    """A name whose markup Plotly shows and does not obey."""
+    return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _dotted(group: Group, style: Style) -> dict[str, Any]:
+    return {
+        "mode": "lines",
+        "name": f"{named(group)}, model received",
+        "showlegend": False,
+        "line": {"color": style.colour(group), "width": 1.5, "dash": "dot"},
+    }
+
+
+def _bars(groups: Sequence[Group], style: Style, parts: dict[str, list[float]], unit: str, *, stacked: bool) -> Figure:
+    strength = [1.0, 0.55, 0.25]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [named(g) for g in groups],
+            "x": [rounded(v) for v in values],
+            "text": [f"{name} {v:.1f} {unit}" for v in values],
+            "textposition": "inside" if stacked else "auto",
+            "insidetextanchor": "start",
+            "marker": {"color": [_faint(style.colour(g), alpha) for g in groups]},
+            "hovertemplate": f"%{{y}}: {name} %{{x:.2f}} {unit}<extra></extra>",
+        }
+        for (name, values), alpha in zip(parts.items(), strength, strict=False)
+    ]
+    rows = len(groups) * (1 if stacked else 2)
+    return {
+        "data": data,
+        "layout": layout(
+            barmode="stack" if stacked else "group",
+            height=90 + 34 * rows,
+            showlegend=False,
+            hovermode="closest",
+            bargap=0.25,
+            xaxis={"title": {"text": "seconds" if unit == "s" else "megabytes"}},
+            yaxis={"autorange": "reversed", "type": "category"},
+        ),
+    }
+
+
+def _faint(colour: str, alpha: float) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{alpha})"
+
+
+def _seeds(runs: int, std: float) -> str:
+    return f" ± {100 * std:.2f} ({runs} seeds)" if runs > 1 else ""
+
+
+def _average(values: Sequence[float]) -> float:
+    found = spread(values)
+    return found.mean if found else 0.0

@@ -1,0 +1,129 @@
+"""Groups: runs that differ in their seed only, told apart by the settings in which they differ from other groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from fedstill.report import runs as found
+from fedstill.report.runs import Run
+from fedstill.report.summary import Spread, measures, spread
+
+UNSET = "–"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only: ``label`` names what is special, ``runs`` are sorted by seed.
+
+    ``repeats``: further runs of a seed that is there already; they are left out, for the same seed is no new evidence.
+    """
+
+    label: str
+    runs: Sequence[Run]
+    repeats: Sequence[Run] = ()
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What its runs have in common, by dotted key."""
+        return shared_settings(self.runs[0])
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of its runs."""
+        return [r.seed for r in self.runs]
+
+    @property
+    def started(self) -> list[Run]:
+        """Its runs with at least one finished round."""
+        return [r for r in self.runs if r.rounds]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its runs came to their end."""
+        return all(r.finished for r in self.runs)
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes."""
+        return next((r.classes for r in self.runs if r.classes), [])
+
+    def values(self, key: str) -> list[float]:
+        """A measure of each run that has it; ``key`` as in ``summary.MEASURES``."""
+        every = [measures(r).get(key) for r in self.started]
+        return [v for v in every if v is not None]
+
+    def mean_spread(self, key: str) -> Spread | None:
+        """Mean and sample standard deviation of a measure over seeds; None if no run has it."""
+        return spread(self.values(key))
+
+
+def groups(directories: Sequence[Path]) -> list[Group]:
+    """The runs in some directories, grouped, in the order in which they are found."""
+    return group(found.find(directories))
+
+
+def group(runs: Sequence[Run]) -> list[Group]:
+    """Runs by everything but their seed."""
+    by_settings: dict[str, list[Run]] = {}
+    for run in runs:
+        by_settings.setdefault(json.dumps(shared_settings(run), sort_keys=True, default=str), []).append(run)
+    lists = list(by_settings.values())
+    labels = _labels([shared_settings(runs[0]) for runs in lists])
+    return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
+
+
+def shared_settings(run: Run) -> dict[str, Any]:
+    """A run's settings without its seed, and the digests of the user's own files."""
+    digests = {f"sources.{PurePath(p).name}": str(d)[:12] for p, d in dict(run.start.get("sources", {})).items()}
+    return {k: v for k, v in run.settings.items() if k != "seed"} | digests
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values are not the same everywhere.
+
+    >>> differing([{"rounds": 5, "method.beta": 1}, {"rounds": 5}])
+    ['method.beta']
+    """
+    keys = dict.fromkeys(k for s in settings for k in s)
+    return [k for k in keys if any(s.get(k, UNSET) != settings[0].get(k, UNSET) for s in settings)]
+
+
+def said(value: Any) -> str:
+    """A value of a config as people write it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (list, tuple)) else str(value)
+
+
+def method_of(settings: Mapping[str, Any]) -> str:
+    """A method's name without the folder of the file it is in."""
+    return PurePath(str(settings.get("method.name", "unnamed"))).name
+
+
+def _group(label: str, members: Sequence[Run]) -> Group:
+    kept: dict[int, Run] = {}
+    for run in members:
+        rival = kept.get(run.seed)
+        if rival is None or (run.finished, len(run.rounds)) > (rival.finished, len(rival.rounds)):
+            kept[run.seed] = run
+    chosen = [kept[seed] for seed in sorted(kept)]
+    return Group(label, chosen, [r for r in members if not any(r is c for c in chosen)])
+
+
+def _labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = [method_of(s) for s in settings]
+    labels = []
+    for name, own in zip(names, settings, strict=True):
+        same = [s for n, s in zip(names, settings, strict=True) if n == name]
+        parts = [f"{_short(key, same)}={said(own.get(key, UNSET))}" for key in differing(same)]
+        labels.append(", ".join([name, *parts]))
+    return labels
+
+
+def _short(key: str, settings: Sequence[Mapping[str, Any]]) -> str:
+    last = key.rpartition(".")[2]
+    return key if sum(k.rpartition(".")[2] == last for k in differing(settings)) > 1 or last == "name" else last

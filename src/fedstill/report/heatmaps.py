@@ -1,0 +1,131 @@
+"""Heat maps: class × round, where forgetting shows, and class × client, which is the split of the data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedstill.report.figures import Figure, layout, plain
+from fedstill.report.groups import Group
+from fedstill.report.runs import Run
+from fedstill.report.series import class_means
+
+ACCURACY = ((0.0, "#440154"), (0.25, "#3b528b"), (0.5, "#21918c"), (0.75, "#5ec962"), (1.0, "#fde725"))
+"""The colours of class accuracies from 0 to 100 %: viridis, whose brightness alone tells the order."""
+
+COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
+MOST_CELLS = 250_000
+MEAN = "mean over seeds"
+
+
+@dataclass(frozen=True)
+class Split:
+    """One way in which the data are dealt out: (clients, C) counts, and the runs that have it."""
+
+    counts: Sequence[Sequence[int]]
+    classes: Sequence[str]
+    runs: Sequence[Run]
+
+    @property
+    def name(self) -> str:
+        """The seeds of its runs, and the partition."""
+        seeds = sorted({r.seed for r in self.runs})
+        kind = self.runs[0].settings.get("partition.kind", "")
+        return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts)} clients)"
+
+
+def views(groups: Sequence[Group]) -> list[str]:
+    """What a reader may choose: the mean, and each seed, unless that is one and the same or too much to carry."""
+    seeds = sorted({s for g in groups for s in g.seeds})
+    cells = sum(len(r.rounds) * len(r.classes) for g in groups for r in g.runs)
+    if len(seeds) == 1:
+        return [f"seed {seeds[0]}"]
+    return [MEAN, *(f"seed {s}" for s in seeds)] if cells <= MOST_CELLS else [MEAN]
+
+
+def class_by_round(group: Group, view: str) -> Figure:
+    """Accuracy of each class in each round, for the mean over seeds or one seed."""
+    runs = [r for r in group.started if view in (MEAN, f"seed {r.seed}")]
+    means = class_means(runs)
+    columns = list(means.values())
+    rows = [[_percent(v) for v in row] for row in zip(*columns, strict=True)]
+    names = _names(group.classes)
+    trace = {
+        "type": "heatmap",
+        "x": list(means),
+        "y": names,
+        "z": rows,
+        "zmin": 0,
+        "zmax": 100,
+        "colorscale": ACCURACY,
+        "showscale": False,
+        "hoverongaps": False,
+        "hovertemplate": "class %{y}, round %{x}: %{z:.1f} %<extra></extra>",
+    }
+    about: dict[str, Any] = {} if rows else {"annotations": [_absent(f"no run with {view}")]}
+    axes = layout(
+        height=_height(len(names)),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"title": {"text": "round"}, "showgrid": False, "zeroline": False},
+        yaxis=_class_axis("class"),
+    )
+    return {"data": [trace] if rows else [], "layout": {**axes, **about}}
+
+
+def splits(groups: Sequence[Group]) -> list[Split]:
+    """The distinct splits among all runs, in the order of their first seed."""
+    found: dict[str, list[Run]] = {}
+    for run in sorted((r for g in groups for r in g.runs if r.start.get("label_counts")), key=lambda r: r.seed):
+        found.setdefault(json.dumps([run.start["label_counts"], run.classes]), []).append(run)
+    return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in found.values()]
+
+
+def class_by_client(split: Split) -> Figure:
+    """How many training examples of each class each client holds; what a client lacks is left blank."""
+    rows = [[n or None for n in row] for row in zip(*split.counts, strict=True)]
+    trace = {
+        "type": "heatmap",
+        "x": list(range(len(split.counts))),
+        "y": _names(split.classes),
+        "z": rows,
+        "zmin": 0,
+        "colorscale": COUNTS,
+        "xgap": 1,
+        "ygap": 1,
+        "hoverongaps": False,
+        "texttemplate": "%{z}" if len(split.counts) <= 40 else "",
+        "hovertemplate": "client %{x}, class %{y}: %{z} examples<extra></extra>",
+        "colorbar": {"title": {"text": "examples"}, "thickness": 12, "outlinewidth": 0},
+    }
+    axes = layout(
+        height=_height(len(split.classes)),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"title": {"text": "client"}, "showgrid": False, "zeroline": False},
+        yaxis=_class_axis("class"),
+    )
+    return {"data": [trace], "layout": axes}
+
+
+def _class_axis(title: str) -> dict[str, Any]:
+    return {"type": "category", "autorange": "reversed", "showgrid": False, "title": {"text": title}}
+
+
+def _height(classes: int) -> int:
+    return 80 + max(160, min(720, 22 * classes))
+
+
+def _absent(text: str) -> dict[str, Any]:
+    return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else round(100 * value, 1)
+
+
+def _names(classes: Sequence[str]) -> list[str]:
+    names = list(classes) if len(set(classes)) == len(classes) else [f"{i}: {c}" for i, c in enumerate(classes)]
+    return [plain(name) for name in names]

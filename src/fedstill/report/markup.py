@@ -1,0 +1,94 @@
+"""Pieces of HTML: escaped text, tables, figures and their data."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedstill.report.figures import Figure
+
+
+@dataclass(frozen=True)
+class Html:
+    """Text that is HTML already and is not escaped again."""
+
+    text: str
+
+
+Cell = str | Html
+
+
+def escape(value: object) -> str:
+    """A value as text that holds no markup."""
+    return value.text if isinstance(value, Html) else html.escape(str(value))
+
+
+def section(title: str, *parts: Html | None, name: str) -> Html:
+    """A headed part of the page; what is None is left out."""
+    inner = "\n".join(p.text for p in parts if p is not None)
+    return Html(f'<section id="{escape(name)}">\n<h2>{escape(title)}</h2>\n{inner}\n</section>')
+
+
+def sentence(text: str) -> Html:
+    """A paragraph that says how to read what follows."""
+    return Html(f'<p class="how">{escape(text)}</p>')
+
+
+def table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]], kind: str = "") -> Html:
+    """A table; the first cell of a row is its heading."""
+    top = "".join(f'<th scope="col">{escape(c)}</th>' for c in head)
+    lines = []
+    for first, *rest in rows:
+        cells = "".join(f"<td>{escape(c)}</td>" for c in rest)
+        lines.append(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>')
+    body = "\n".join(lines)
+    return Html(
+        f'<div class="scroll"><table class="{kind}"><thead><tr>{top}</tr></thead>\n<tbody>{body}</tbody></table></div>'
+    )
+
+
+def facts(pairs: Mapping[str, str]) -> Html:
+    """Names and what they are, side by side."""
+    return Html(
+        '<dl class="facts">'
+        + "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in pairs.items())
+        + "</dl>"
+    )
+
+
+def folded(title: str, *parts: Html) -> Html:
+    """What is there for those who open it."""
+    inner = "\n".join(p.text for p in parts)
+    return Html(f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>")
+
+
+def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
+    """A selector over the figures of this name; None if there is nothing to choose."""
+    if len(options) < 2:
+        return None
+    items = "".join(f'<option value="{i}">{escape(o)}</option>' for i, o in enumerate(options))
+    return Html(
+        f'<p class="choice"><label>{escape(label)} <select data-controls="{escape(name)}">{items}</select></label></p>'
+    )
+
+
+def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
+    """A figure with one or more variants, of which a selector of this ``name`` shows one."""
+    above = f"<figcaption>{escape(title)}</figcaption>" if escape(title) else ""
+    height = variants[0]["layout"]["height"]
+    return Html(
+        f'<figure>{above}<div class="plot" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" '
+        f'style="min-height:{height}px"><script type="application/json">{as_json(list(variants))}</script></div></figure>'
+    )
+
+
+def grid(figures: Sequence[Html], kind: str = "") -> Html:
+    """Figures side by side where the page is wide enough."""
+    return Html(f'<div class="grid {kind}">' + "\n".join(f.text for f in figures) + "</div>")
+
+
+def as_json(value: object) -> str:
+    """JSON that may stand inside a script element."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

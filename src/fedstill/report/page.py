@@ -1,0 +1,156 @@
+"""The report: one HTML file that holds everything it shows and needs no network."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Sequence
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+
+from fedstill.errors import ConfigError
+from fedstill.files import as_named, write_whole
+from fedstill.report import sections
+from fedstill.report.figures import Style
+from fedstill.report.groups import Group, groups, method_of, said
+from fedstill.report.markup import Html, escape, facts
+
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+"""What a browser may load for the page: nothing from anywhere else."""
+
+TROUBLE = (
+    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. "
+    "The tables hold the results all the same."
+)
+
+
+def write_page(directories: Sequence[Path], out: Path) -> Path:
+    """Write the report of the runs in (or below) some directories to the file ``out``.
+
+    Raises ConfigError if there is no run in a directory, or if ``out`` cannot be written; CorruptFile for a run that
+    cannot be read.
+    """
+    text = page(groups(directories))
+    if out.is_dir():
+        raise ConfigError(f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(out, text.encode())
+    except OSError as error:
+        raise ConfigError(f"cannot write the report {out}: {error.strerror}") from as_named(error, out)
+    return out
+
+
+def page(compared: Sequence[Group]) -> str:
+    """The page as text."""
+    style = Style(compared)
+    parts = [
+        _head(compared),
+        sections.results(compared, style),
+        *(
+            [sections.over_rounds(compared, style), sections.class_maps(compared, style)]
+            if _any_round(compared)
+            else []
+        ),
+        sections.split(compared),
+        sections.knowledge(compared, style),
+        sections.cost(compared, style),
+        sections.failures(compared, style),
+        sections.settings(compared, style),
+    ]
+    main = "\n".join(p.text for p in parts if p is not None)
+    return _document(_title(compared), main)
+
+
+def _any_round(compared: Sequence[Group]) -> bool:
+    return any(g.started for g in compared)
+
+
+def _title(compared: Sequence[Group]) -> str:
+    labels = [g.label for g in compared]
+    named = labels if len(labels) <= 4 else list(dict.fromkeys(method_of(g.settings) for g in compared))
+    shown = named if len(named) <= 6 else [*named[:5], f"{len(named) - 5} more"]
+    listed = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{listed} on {_every(compared, 'data.name')}"
+
+
+def _head(compared: Sequence[Group]) -> Html:
+    runs = [r for g in compared for r in g.runs]
+    seeds = sorted({r.seed for r in runs})
+    unfinished = sum(not r.finished for r in runs)
+    written = datetime.fromtimestamp(max(r.written for r in runs))
+    versions = {
+        name: ", ".join(sorted({str(r.start[name]) for r in runs if name in r.start}))
+        for name in ("fedstill", "torch", "python")
+    }
+    pairs = {
+        "data": _every(compared, "data.name"),
+        "split": ", ".join(dict.fromkeys(_split(g) for g in compared)),
+        "clients": _every(compared, "topology.clients"),
+        "topology": _every(compared, "topology.kind"),
+        "model": _every(compared, "model.name"),
+        "rounds": _every(compared, "rounds"),
+        "runs": f"{len(runs)}, seeds {', '.join(map(str, seeds))}",
+        "versions": ", ".join(f"{k} {v}" for k, v in versions.items() if v),
+        "last run written": f"{written:%Y-%m-%d %H:%M}",
+    }
+    note = ""
+    if unfinished:
+        note = (
+            f'<p class="note">{unfinished} of {len(runs)} runs are unfinished; they are shown up to where they are.</p>'
+        )
+    return Html(f"<header><h1>{escape(_title(compared))}</h1>{facts(pairs).text}{note}</header>")
+
+
+def _every(compared: Sequence[Group], key: str) -> str:
+    values = dict.fromkeys(said(g.settings[key]) for g in compared if key in g.settings)
+    return ", ".join(v.rpartition("/")[2] if key.endswith(".name") else v for v in values) or "–"
+
+
+def _split(group: Group) -> str:
+    fields = {k.rpartition(".")[2]: said(v) for k, v in group.settings.items() if k.startswith("partition.")}
+    kind = fields.pop("kind", "–")
+    told = [f"{k} {fields[k]}" for k in ("alpha", "shards", "classes_per_client") if k in fields]
+    return " ".join([kind, *told])
+
+
+def _document(title: str, main: str) -> str:
+    assets = resources.files("fedstill.report") / "assets"
+    style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
+    about, library = _plotly()
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<title>{escape(title)}</title>
+<link rel="icon" href="data:,">
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+<noscript><p class="note">{TROUBLE}</p></noscript>
+<p class="note" id="trouble" hidden>{TROUBLE}</p>
+{main}
+<footer>Made by fedstill on {datetime.now():%Y-%m-%d} from the runs' journals. Figures are drawn by {escape(about)},
+which this file holds in compressed form; nothing is loaded from elsewhere.</footer>
+</main>
+<script type="application/octet-stream" id="plotly">{library}</script>
+<script>
+{script}</script>
+</body>
+</html>
+"""
+
+
+def _plotly() -> tuple[str, str]:
+    from plotly.offline import get_plotlyjs
+
+    code = get_plotlyjs()
+    lines = (line.strip(" *") for line in code[:400].splitlines())
+    about = next((line for line in lines if line.startswith("plotly.js v")), "plotly.js")
+    packed = gzip.compress(code.encode(), 9, mtime=0)
+    return f"{about} (© Plotly, Inc., MIT licence)", base64.b64encode(packed).decode()

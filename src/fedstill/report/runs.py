@@ -1,0 +1,175 @@
+"""Runs as a reader sees them: what a run's directory says, finished or not."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment import journal as journals
+from fedstill.experiment.journal import Event
+
+NUMBERS = (
+    "accuracy",
+    "forgetting",
+    "consistency",
+    "in_local_accuracy",
+    "out_local_accuracy",
+    "received_out_local_accuracy",
+    "received_in_local_accuracy",
+    "seconds",
+    "seconds_training",
+    "seconds_measuring",
+    "bytes_up",
+    "bytes_down",
+)
+"""What is read of a round; each a number, or null."""
+
+CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, read from its directory.
+
+    ``settings``: every resolved value by dotted key. ``start``, ``initial``: those events, empty if they are not there
+    yet. ``rounds``, ``clients``: the events of that name, in order. ``written``: when the journal was last written, in
+    seconds since 1970.
+    """
+
+    folder: Path
+    settings: Mapping[str, Any]
+    start: Event
+    initial: Event
+    rounds: Sequence[Event]
+    clients: Sequence[Event]
+    finished: bool
+    written: float
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.settings.get("seed", 0))
+
+    @property
+    def asked(self) -> int:
+        """How many rounds it was asked for."""
+        return int(self.settings.get("rounds", 0))
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes; empty for a run that has not started."""
+        return [str(name) for name in self.start.get("classes", [])]
+
+    def curve(self, key: str) -> dict[int, float]:
+        """A measure by round, where it was measured; round 0 is before training."""
+        events = [{**self.initial, "round": 0}, *self.rounds]
+        return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
+
+    def class_accuracy(self) -> dict[int, list[float | None]]:
+        """Accuracy of each class by round, as (C,) shares; None for a class without test examples."""
+        events = [{**self.initial, "round": 0}, *self.rounds]
+        return {e["round"]: e["class_accuracy"] for e in events if e.get("class_accuracy")}
+
+
+def find(directories: Sequence[Path]) -> list[Run]:
+    """The runs in some directories, or in any folder below them, each once.
+
+    Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
+    """
+    folders: dict[Path, Path] = {}
+    for directory in directories:
+        if not directory.is_dir():
+            raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
+        found = sorted(_below(directory))
+        if not found:
+            raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
+        folders.update({f.resolve(): f for f in found})
+    if not folders:
+        raise ConfigError("no directory of runs was named, e.g. runs/")
+    return [read(folder) for folder in folders.values()]
+
+
+def read(folder: Path) -> Run:
+    """A run from its directory; raises CorruptFile naming the file, and the event, that is not what it should be."""
+    path = folder / JOURNAL
+    events = journals.read(path)
+    by_name: dict[str, list[Event]] = {"start": [], "initial": [], "round": [], "client": []}
+    for event in events:
+        by_name.setdefault(event["event"], []).append(event)
+    start = by_name["start"][0] if by_name["start"] else {}
+    initial = by_name["initial"][0] if by_name["initial"] else {}
+    _check(path, start, initial, by_name["round"])
+    return Run(
+        folder,
+        _settings(folder / CONFIG),
+        start,
+        initial,
+        by_name["round"],
+        by_name["client"],
+        (folder / SUMMARY).is_file(),
+        path.stat().st_mtime,
+    )
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings by dotted key.
+
+    >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
+    {'seed': 1, 'plan.train.lr': 0.1}
+    """
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return out
+
+
+def _below(directory: Path) -> Iterator[Path]:
+    for config in directory.rglob(CONFIG):
+        if (config.parent / JOURNAL).is_file():
+            yield config.parent
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    try:
+        settings = flat(tomllib.loads(path.read_text()))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CorruptFile(f"{path} cannot be read: {error}") from error
+    for key in ("seed", "rounds"):
+        if type(settings.get(key)) is not int:
+            raise CorruptFile(f"{path} is not the config of a run: {key} = {settings.get(key)!r} is not a whole number")
+    return settings
+
+
+def _check(path: Path, start: Event, initial: Event, rounds: Sequence[Event]) -> None:
+    if rounds and not start:
+        raise CorruptFile(f"{path} has rounds but no start event; restore the file")
+    classes, counts = start.get("classes", []), start.get("label_counts", [])
+    if not isinstance(classes, list) or not isinstance(counts, list):
+        raise CorruptFile(f"{path}: the start event's classes and label counts are not lists")
+    if any(not _numbers(row, len(classes)) or None in row for row in counts):
+        raise CorruptFile(f"{path}: the start event's label counts are not clients × {len(classes)} classes")
+    before = 0
+    for event in ({**initial, "round": 0}, *rounds):
+        number, by_class = event.get("round"), event.get("class_accuracy")
+        if type(number) is not int or (number and number <= before):
+            raise CorruptFile(f"{path}: round {number!r} does not follow round {before}")
+        if number and "accuracy" not in event:
+            raise CorruptFile(f"{path}: round {number} has no accuracy")
+        if by_class is not None and not _numbers(by_class, len(classes)):
+            raise CorruptFile(f"{path}: round {number} does not name the accuracy of {len(classes)} classes")
+        for key in NUMBERS:
+            if not _number(event.get(key)):
+                raise CorruptFile(f"{path}: round {number} has {key} = {event[key]!r}, which is not a number")
+        before = number
+
+
+def _number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_number, values))

@@ -1,0 +1,205 @@
+"""The parts of the page, each from the groups of runs it compares."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from fedstill.report import heatmaps
+from fedstill.report.figures import PERCENT, Style, lines, megabytes, over_seconds, seconds_by_phase
+from fedstill.report.groups import UNSET, Group, differing, said
+from fedstill.report.markup import Cell, Html, choice, escape, figure, folded, grid, section, sentence, table
+from fedstill.report.series import over_seeds
+from fedstill.report.summary import NONE, Measure, Row, columns, rows
+
+MOST_REASONS = 12
+
+
+def results(groups: Sequence[Group], style: Style) -> Html:
+    """The table of measures."""
+    found = rows(groups)
+    shown = columns(found)
+    head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
+    body = [
+        [_labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
+        for g, r in zip(groups, found, strict=True)
+    ]
+    says = (
+        "One line for each group of runs that differ in their seed only: the mean ± one standard deviation over seeds."
+    )
+    legend = "; ".join(f"{m.title}: {m.says}" for m in shown)
+    legend = f"{legend[:1].upper()}{legend[1:]}." if shown else "No run has finished a round yet."
+    return section(
+        "Results",
+        sentence(says),
+        table(head, body, "numbers wide"),
+        Html(f'<p class="legend" style="margin-top:10px">{escape(legend)}</p>'),
+        name="results",
+    )
+
+
+def over_rounds(groups: Sequence[Group], style: Style) -> Html:
+    """Accuracy and forgetting by round."""
+    accuracy = "Accuracy of the global model on the common test set. Higher is better."
+    forgetting = (
+        "Forgetting F: how far the classes are, on average, below the best accuracy each had in an earlier round. "
+        "Lower is better; below zero, most classes are at their best."
+    )
+    says = (
+        "Each line is the mean over seeds, the band one standard deviation to either side. Sharp falls of accuracy "
+        "together with rising F are rounds in which the model lost classes that it already knew."
+    )
+    figures = [
+        figure([lines(groups, style, "accuracy", **PERCENT)], accuracy, "Accuracy by round"),
+        figure([lines(groups, style, "forgetting", **PERCENT)], forgetting, "Forgetting F by round"),
+    ]
+    return section("Learning and forgetting", sentence(f"{accuracy} {forgetting} {says}"), grid(figures), name="rounds")
+
+
+def class_maps(groups: Sequence[Group], style: Style) -> Html:
+    """Class-wise accuracy by round."""
+    says = (
+        "Each row is a class, each column a round, and the colour the accuracy on that class. A row that turns bright and "
+        "then dark again is a class learned and forgotten; round 0 is the model before training. A mean over seeds hides "
+        "this where seeds forget at different times: choose one seed to see it."
+    )
+    stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
+    scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
+    views = heatmaps.views(groups)
+    figures = [
+        figure([heatmaps.class_by_round(g, v) for v in views], f"{g.label}: {says}", _labelled(g, style), "classes")
+        for g in groups
+        if any(r.class_accuracy() for r in g.started)
+    ]
+    parts = [choice("classes", "Show", views), scale, grid(figures, "small")]
+    return section("Which classes are remembered", sentence(says), *parts, name="classes")
+
+
+def split(groups: Sequence[Group]) -> Html | None:
+    """How the data are dealt out; None if no run has started."""
+    found = heatmaps.splits(groups)
+    if not found:
+        return None
+    says = (
+        "How many training examples of each class each client holds; blank is none. The fewer classes a client has, the "
+        "more its own training pulls the model away from the others'."
+    )
+    names = [s.name for s in found]
+    parts = [choice("split", "Split of", names)]
+    if len(found) == 1:
+        parts.append(sentence(f"The same split in all runs: {names[0]}."))
+    figures = figure([heatmaps.class_by_client(s) for s in found], says, name="split")
+    return section("How the data are split", sentence(says), *parts, figures, name="split")
+
+
+def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
+    """In-local and out-local accuracy, and prediction consistency; None if nothing of it was measured."""
+    local = any(over_seeds(g, "in_local_accuracy").rounds for g in groups)
+    steady = any(over_seeds(g, "consistency").rounds for g in groups)
+    inside = "In-local accuracy: local models after training, on classes in proportion to their own client's data."
+    outside = "Out-local accuracy: the same models on the classes that their client lacks or has little of."
+    dotted = (
+        "Dotted: the global model that the clients received, on the mean of their label distributions. Where the solid "
+        "line lies below the dotted one, local training has lost what the model knew."
+    )
+    consistent = (
+        "Prediction consistency: the cosine of the class accuracies of successive global models; 1 is no change."
+    )
+    figures, says = [], []
+    if local:
+        for key, text, title in (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy")):
+            drawn = lines(groups, style, f"{key}_local_accuracy", f"received_{key}_local_accuracy", **PERCENT)
+            figures.append(figure([drawn], f"{text} {dotted}", title))
+        says += [inside, outside, dotted]
+    if steady:
+        drawn = lines(groups, style, "consistency", **PERCENT)
+        figures.append(figure([drawn], consistent, "Prediction consistency"))
+        says.append(consistent)
+    if not figures:
+        return None
+    return section("What local training keeps", sentence(" ".join(says)), grid(figures), name="knowledge")
+
+
+def settings(groups: Sequence[Group], style: Style) -> Html:
+    """What differs between groups, and folded what does not."""
+    every = [g.settings for g in groups]
+    keys = differing(every)
+    equal = [(k, said(v)) for k, v in every[0].items() if k not in keys]
+    parts = []
+    if keys:
+        head: list[Cell] = ["setting", *(_labelled(g, style) for g in groups)]
+        body = [[k, *(said(s.get(k, UNSET)) for s in every)] for k in keys]
+        parts = [sentence("The settings in which the groups differ."), table(head, body, "settings")]
+    elif len(groups) == 1:
+        parts = [sentence("There is one group only: its runs differ in their seed at most.")]
+    every_equal = folded(
+        f"{len(equal)} settings that are equal in all runs", table(["setting", "value"], equal, "settings")
+    )
+    return section("Settings", *parts, every_equal, folded("All runs", _runs(groups)), name="settings")
+
+
+def cost(groups: Sequence[Group], style: Style) -> Html | None:
+    """Seconds and bytes; None if no round is finished."""
+    some = [g for g in groups if g.started]
+    if not some:
+        return None
+    phases = (
+        "Seconds of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and the rest, such "
+        "as aggregation and checkpoints (lightest)."
+    )
+    sent = "Megabytes that clients sent (up, full colour) and were sent (down, lighter) in a run, mean over seeds."
+    times = "Accuracy over the seconds passed, so that a method that costs more a round is seen as such."
+    figures = [
+        figure([over_seconds(some, style)], times, "Accuracy by seconds"),
+        figure([seconds_by_phase(some, style)], phases, "Seconds by phase"),
+        figure([megabytes(some, style)], sent, "Megabytes sent"),
+    ]
+    says = f"{times} {phases} {sent} Seconds depend on the machine and on what else ran on it."
+    return section("What it costs", sentence(says), grid(figures), name="cost")
+
+
+def failures(groups: Sequence[Group], style: Style) -> Html | None:
+    """Replies that were refused, by reason; None if there are none."""
+    lines = []
+    for group in groups:
+        refused = [e for r in group.runs for e in r.clients if "refused" in e]
+        counts = Counter(str(e["refused"]) for e in refused)
+        for reason, count in counts.most_common(MOST_REASONS):
+            own = [e for e in refused if str(e["refused"]) == reason]
+            lines.append([_labelled(group, style), reason, str(count), _ids(own, "client"), _ids(own, "round")])
+        if len(counts) > MOST_REASONS:
+            rest = sum(counts.values()) - sum(n for _, n in counts.most_common(MOST_REASONS))
+            more = f"{len(counts) - MOST_REASONS} more reasons"
+            lines.append([_labelled(group, style), more, str(rest), NONE, NONE])
+    if not lines:
+        return None
+    says = "Replies of clients that failed, or whose numbers were refused; their rounds went on without them."
+    head = ["", "reason", "times", "clients", "rounds"]
+    return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
+
+
+def _labelled(group: Group, style: Style, note: str = "") -> Html:
+    small = f"<br><small>{escape(note)}</small>" if note else ""
+    return Html(f'<span class="swatch" style="background:{style.colour(group)}"></span>{escape(group.label)}{small}')
+
+
+def _cell(row: Row, measure: Measure) -> Cell:
+    mean, sign, std = row.text(measure).partition(" ± ")
+    return Html(f"{escape(mean)}<small> ± {escape(std)}</small>") if sign else mean
+
+
+def _runs(groups: Sequence[Group]) -> Html:
+    head = ["directory", "group", "seed", "rounds", "state"]
+    body = []
+    for group in groups:
+        for run in (*group.runs, *group.repeats):
+            state = "finished" if run.finished else "unfinished"
+            state += ", left out: this seed is there already" if run in group.repeats else ""
+            reached = run.rounds[-1]["round"] if run.rounds else 0
+            body.append([str(run.folder), group.label, str(run.seed), f"{reached} of {run.asked}", state])
+    return table(head, body, "settings")
+
+
+def _ids(events: Sequence[dict[str, object]], key: str) -> str:
+    ids = sorted({int(str(e.get(key, -1))) for e in events})
+    return ", ".join(map(str, ids[:10])) + (f" … ({len(ids)})" if len(ids) > 10 else "")

@@ -1,0 +1,134 @@
+"""Augmentation: exact pixels, the papers' order of steps, and draws that come from the given generator alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedstill.data.augment import STEPS, augment, check_steps, normalise
+from fedstill.errors import ConfigError, UnknownName
+
+MEAN, STD = (0.1, 0.2, 0.3), (0.5, 0.6, 0.7)
+PLAIN = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+
+
+def batch(count=64, side=32, low=1):
+    return torch.randint(
+        low, 256, (count, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def run(images, steps, seed=0, mean=MEAN, std=STD):
+    return augment(images, steps, mean, std, torch.Generator().manual_seed(seed))
+
+
+def pixels(images, steps, seed=0):
+    """The augmented images as bytes again."""
+    return (run(images, steps, seed, *PLAIN) * 255).round().to(torch.uint8)
+
+
+def test_normalise_is_the_formula():
+    images = batch()
+    expected = (images.double() / 255 - torch.tensor(MEAN).double().view(3, 1, 1)) / torch.tensor(STD).double().view(
+        3, 1, 1
+    )
+    assert normalise(images, MEAN, STD).dtype == torch.float32
+    assert torch.allclose(normalise(images, MEAN, STD).double(), expected, atol=1e-6)
+    assert torch.equal(run(images, ()), normalise(images, MEAN, STD))
+
+
+def test_flip_mirrors_about_half_of_the_images():
+    images = batch(400, side=8)
+    out = pixels(images, ["flip"])
+    kept = (out == images).flatten(1).all(1)
+    turned = (out == images.flip(3)).flatten(1).all(1)
+    assert bool((kept | turned).all())
+    assert 150 < int(turned.sum()) < 250
+
+
+@pytest.mark.parametrize(("step", "mode"), [("crop", "constant"), ("crop_reflect", "reflect")])
+def test_crop_is_a_window_of_the_padded_image(step, mode):
+    images = batch(300)
+    padded = torch.nn.functional.pad(images.float(), (4, 4, 4, 4), mode=mode).to(torch.uint8)
+    windows = padded.unfold(2, 32, 1).unfold(3, 32, 1)  # (B, C, 9, 9, H, W)
+    match = (pixels(images, [step])[:, :, None, None] == windows).flatten(4).all(4).all(1)  # (B, 9, 9)
+    assert bool(match.flatten(1).any(1).all())
+    assert bool(match.any(0).any(0).all())  # every column offset occurs
+    assert bool(match.any(0).any(1).all())
+
+
+def test_cutout_is_one_square_of_16_that_is_zero_after_normalisation():
+    images = batch(200)
+    out, whole = run(images, ["cutout"]), normalise(images, MEAN, STD)
+    hole = (out == 0).all(1)
+    assert torch.equal(out, torch.where(hole[:, None], torch.zeros(()), whole))
+    rows, columns = hole.any(2).sum(1), hole.any(1).sum(1)
+    assert torch.equal(hole.flatten(1).sum(1), rows * columns)
+    assert int(rows.max()) == int(columns.max()) == 16
+    assert int(rows.min()) >= 8
+    assert len(torch.unique(hole.flatten(1).int(), dim=0)) > 100
+
+
+def test_padding_is_black_before_normalisation():
+    white = torch.full((100, 3, 32, 32), 255, dtype=torch.uint8)
+    values = torch.unique(run(white, ["crop"]).transpose(0, 1).flatten(1), dim=1)
+    black = normalise(torch.zeros(1, 3, 1, 1, dtype=torch.uint8), MEAN, STD).view(3)
+    bright = normalise(white[:1, :, :1, :1], MEAN, STD).view(3)
+    assert torch.equal(values, torch.stack([black, bright], 1))
+
+
+def test_rotation_turns_by_at_most_15_degrees_about_the_centre():
+    spot = torch.zeros(500, 1, 33, 33, dtype=torch.uint8)
+    spot[:, :, 16, 16] = 255
+    assert torch.equal(run(spot, ["rotation"], mean=(0.0,), std=(1.0,)).round().to(torch.uint8) * 255, spot)
+    bar = torch.zeros(500, 1, 33, 33, dtype=torch.uint8)
+    bar[:, :, 16, 28] = 255  # 12 to the right of the centre
+    out = run(bar, ["rotation"], mean=(0.0,), std=(1.0,))[:, 0] > 0.5
+    _, rows, columns = out.nonzero(as_tuple=True)
+    assert int((rows - 16).abs().max()) == 3  # 12 · sin 15° = 3.1
+    assert int((columns - 16).min()) >= 11
+    assert len(torch.unique(rows)) == 7
+
+
+def test_rotation_leaves_black_corners_and_crop_moves_them():
+    white = torch.full((50, 3, 32, 32), 255, dtype=torch.uint8)
+    assert 0.9 < float(run(white, ["rotation"], 0, *PLAIN).mean()) < 1
+    assert float(run(white, ["crop", "rotation"], 0, *PLAIN).mean()) < float(run(white, ["rotation"], 0, *PLAIN).mean())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(st.sampled_from(["crop", "flip", "rotation", "cutout"]), unique=True),
+    seed=st.integers(0, 2**63 - 1),
+    side=st.sampled_from([8, 28, 32]),
+)
+def test_draws_come_from_the_generator_alone(steps, seed, side):
+    images = batch(6, side)
+    before, state = images.clone(), torch.get_rng_state()
+    out = run(images, steps, seed)
+    assert out.shape == images.shape
+    assert out.dtype == torch.float32
+    assert torch.equal(out, run(images, steps, seed))
+    assert torch.equal(out, run(images, steps[::-1], seed))
+    assert torch.equal(images, before)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_every_image_has_its_own_draw():
+    one = batch(1).expand(64, -1, -1, -1)
+    assert len(torch.unique(pixels(one, ["crop"]).flatten(1), dim=0)) > 30
+
+
+def test_read_only_and_strided_images_are_taken():
+    images = batch(4).to(memory_format=torch.channels_last)
+    assert torch.equal(run(images, ["crop", "flip", "cutout"]), run(images.contiguous(), ["crop", "flip", "cutout"]))
+
+
+def test_illegal_steps_are_refused():
+    with pytest.raises(UnknownName, match="did you mean 'flip'"):
+        check_steps(["flipp"])
+    with pytest.raises(ConfigError, match="exclude each other"):
+        check_steps(["crop", "crop_reflect"])
+    check_steps([s for s in STEPS if s != "crop"])

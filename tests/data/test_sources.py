@@ -1,0 +1,467 @@
+"""Sources: real data against their checksums, every loader on small files of its layout, and bad input in one line."""
+
+from __future__ import annotations
+
+import gzip
+import multiprocessing
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedstill.data.sources import catalog, from_tensors, load, streams
+from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.verify import sums
+from fedstill.errors import ConfigError, DataError, UnknownName
+from fedstill.registry import lookup, names
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_ENDPOINT", NOWHERE)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    monkeypatch.setenv("FEDSTILL_DATA", str(folder))
+    return folder
+
+
+def real_root(name):
+    folder = os.environ.get("FEDSTILL_DATA")
+    if not folder or not (Path(folder) / name).is_dir():
+        pytest.skip(f"FEDSTILL_DATA holds no {name}")
+
+
+def pictures(count, classes, shape, seed=0):
+    """(images (N, H, W[, 3]) uint8, labels (N,)): noise, every class in turn."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (count, *shape), dtype=np.uint8), np.arange(count) % classes
+
+
+def write_parquet(path, images, labels, classes=None, image="image", label="label", **more):
+    import datasets
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    features = {image: datasets.Image(), label: datasets.ClassLabel(names=list(classes)) if classes else None}
+    if features[label] is None:
+        features[label] = datasets.Value("string" if isinstance(labels[0], str) else "int64")
+    features |= {name: datasets.Value("int64") for name in more}
+    rows = {image: [Image.fromarray(x) for x in images], label: list(labels), **more}
+    datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(path)
+
+
+def small(monkeypatch, constant, **sizes):
+    """The catalogue's entry with the sizes of a small file."""
+    known = getattr(catalog, constant)
+    fields = {"total": sum(sizes.values())} if known.total is not None else {"sizes": sizes}
+    monkeypatch.setattr(catalog, constant, replace(known, sums={}, system=None, **fields))
+
+
+# Real data
+
+
+def test_digits_are_there_without_anything():
+    data = load("digits")
+    assert data.input_shape == (1, 8, 8)
+    assert (len(data.train), len(data.test), data.validation) == (1438, 359, None)
+    assert int(data.train.images.max()) == 255
+    assert torch.equal(data.train.labels.bincount() + data.test.labels.bincount(), torch.tensor(REAL_DIGITS))
+    assert (data.mean, data.std) == ((0.5,), (0.5,))
+
+
+REAL_DIGITS = [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+
+
+@pytest.mark.parametrize("name", ["cifar100-small", "pbc_blood28", "ham10000_28"])
+def test_shared_folders_match_their_checksums(name):
+    real_root(name)
+    data = load(name)
+    known = catalog.FOLDERS[name]
+    splits = {"train": data.train, "test": data.test} | ({"validation": data.validation} if data.validation else {})
+    assert {s: len(x) for s, x in splits.items()} == known.sizes
+    assert {s: sums((x.images.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
+
+
+@pytest.mark.slow
+def test_cifar10_matches_its_checksums_and_is_read_again_at_once():
+    real_root("cifar10")
+    data = load("cifar10")
+    assert data.train.images.shape == (50_000, 3, 32, 32)
+    assert data.test.labels.bincount().tolist() == [1000] * 10
+    assert torch.equal(load("cifar10").train.images, data.train.images)
+
+
+def test_fashion_mnist_of_debian(monkeypatch):
+    if not Path(catalog.FASHION_MNIST.system).is_dir():
+        pytest.skip("Debian's dataset-fashion-mnist is not installed")
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    data = load("fashion-mnist")
+    assert data.train.images.shape == (60_000, 1, 28, 28)
+    assert data.classes[9] == "Ankle boot"
+    assert data.train.labels.bincount().tolist() == [6000] * 10
+
+
+# Every other loader, on small files of its layout
+
+
+def check(name, images, labels, **fields):
+    data = load(name, **fields)
+    expected = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
+    assert data.train.images.dtype == torch.uint8
+    assert data.train.labels.dtype == torch.int64
+    assert np.array_equal(data.train.images.numpy(), expected)
+    assert np.array_equal(data.train.labels.numpy(), labels)
+    again = load(name, **fields)
+    assert torch.equal(again.train.images, data.train.images)
+    assert (again.classes, again.mean, again.std) == (data.classes, data.mean, data.std)
+    return data
+
+
+def test_mnist_as_parquet(root, monkeypatch):
+    small(monkeypatch, "MNIST", train=30, test=20)
+    images, labels = pictures(30, 10, (28, 28))
+    write_parquet(root / "mnist/mnist/train-00000-of-00001.parquet", images, labels, catalog.MNIST.classes)
+    write_parquet(root / "mnist/mnist/test-00000-of-00001.parquet", images[:20], labels[:20], catalog.MNIST.classes)
+    assert check("mnist", images, labels).mean == (0.1307,)
+
+
+@pytest.mark.parametrize("damage", [None, "short", "absent", "dimension"])
+def test_fashion_mnist_as_idx(root, monkeypatch, damage):
+    small(monkeypatch, "FASHION_MNIST", train=30, test=20)
+    images, labels = pictures(30, 10, (28, 28))
+    folder = root / "fashion-mnist"
+    folder.mkdir()
+    for prefix, n in (("train", 30), ("t10k", 20)):
+        sizes = [x.to_bytes(4, "big") for x in (n, 28, 28)]
+        head = bytes([0, 0, 8, 3]) + b"".join(sizes)
+        (folder / f"{prefix}-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + images[:n].tobytes()))
+        body = bytes([0, 0, 8, 1]) + sizes[0] + labels[:n].astype(np.uint8).tobytes()
+        (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(body))
+    victim = folder / "t10k-images-idx3-ubyte.gz"
+    if damage == "short":
+        victim.write_bytes(victim.read_bytes()[:500])
+    elif damage == "absent":
+        victim.unlink()
+    elif damage == "dimension":
+        victim.write_bytes((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
+    if damage is None:
+        check("fashion-mnist", images, labels)
+    else:
+        refused("t10k-images", "fashion-mnist")
+
+
+def test_fashion_mnist_as_the_hub_names_its_classes(root, monkeypatch):
+    small(monkeypatch, "FASHION_MNIST", train=30, test=20)
+    images, labels = pictures(30, 10, (28, 28))
+    spelled = ["T - shirt / top", *catalog.FASHION_MNIST.classes[1:]]
+    for split, n in (("train", 30), ("test", 20)):
+        write_parquet(root / f"fashion-mnist/{split}-0.parquet", images[:n], labels[:n], spelled)
+    assert check("fashion-mnist", images, labels).classes == catalog.FASHION_MNIST.classes
+
+
+def test_cifar10_as_the_hub_lays_it_out(root, monkeypatch):
+    small(monkeypatch, "CIFAR10", train=40, test=20)
+    images, labels = pictures(40, 10, (32, 32, 3))
+    for split, n in (("train", 40), ("test", 20)):
+        path = root / f"cifar10/plain_text/{split}-00000-of-00001.parquet"
+        write_parquet(path, images[:n], labels[:n], catalog.CIFAR10.classes, image="img")
+    check("cifar10", images, labels)
+
+
+def test_cifar100_reads_the_fine_labels(root, monkeypatch):
+    small(monkeypatch, "CIFAR100", train=200, test=100)
+    images, labels = pictures(200, 100, (32, 32, 3))
+    for split, n in (("train", 200), ("test", 100)):
+        path, coarse = root / f"cifar100/cifar100/{split}-0.parquet", {"coarse_label": list(labels[:n] % 20)}
+        write_parquet(path, images[:n], labels[:n], catalog.CIFAR100.classes, "img", "fine_label", **coarse)
+    assert len(check("cifar100", images, labels).classes) == 100
+
+
+def test_cinic10_in_three_splits_and_several_files(root, monkeypatch):
+    small(monkeypatch, "CINIC10", train=40, validation=20, test=20)
+    images, labels = pictures(40, 10, (32, 32, 3))
+    write_parquet(root / "cinic10/data/train-00000-of-00002.parquet", images[:20], labels[:20], catalog.CINIC10.classes)
+    write_parquet(root / "cinic10/data/train-00001-of-00002.parquet", images[20:], labels[20:], catalog.CINIC10.classes)
+    for split in ("validation", "test"):
+        write_parquet(root / f"cinic10/data/{split}-0.parquet", images[:20], labels[:20], catalog.CINIC10.classes)
+    assert len(check("cinic10", images, labels).validation) == 20
+
+
+def test_ham10000_as_images_by_class(root, monkeypatch):
+    small(monkeypatch, "HAM10000", train=70)
+    rng = np.random.default_rng(0)
+    for k, lesion in enumerate(catalog.HAM10000.classes):
+        (root / "ham10000" / lesion).mkdir(parents=True)
+        for i in range(10):
+            picture = Image.fromarray(rng.integers(0, 256, (30 + k, 40, 3), dtype=np.uint8))
+            picture.save(root / "ham10000" / lesion / f"ISIC_{i:03}.png")
+    data = load("ham10000")
+    assert data.input_shape == (3, 32, 32)
+    assert data.train.labels.bincount().tolist() == [8] * 7
+    assert data.test.labels.bincount().tolist() == [2] * 7
+    assert load("ham10000", size=28).input_shape == (3, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("name", "constant", "classes"), [("bloodmnist", "BLOODMNIST", 8), ("pathmnist", "PATHMNIST", 9)]
+)
+def test_medmnist_as_its_archive(root, monkeypatch, name, constant, classes):
+    small(monkeypatch, constant, train=30, validation=20, test=10)
+    images, labels = pictures(30, classes, (28, 28, 3))
+    (root / name).mkdir()
+    arrays = {}
+    for split, n in (("train", 30), ("val", 20), ("test", 10)):
+        arrays |= {f"{split}_images": images[:n], f"{split}_labels": labels[:n, None].astype(np.uint8)}
+    np.savez(root / name / f"{name}.npz", **arrays)
+    assert len(check(name, images, labels).validation) == 20
+    np.savez(root / name / f"{name}.npz", train_images=np.array([{}], dtype=object), train_labels=np.zeros(1))
+    refused("damaged or no archive", name)
+
+
+def test_the_hub_is_read_once(root, monkeypatch):
+    """A stand-in hub: the library is given the files that the hub would give it."""
+    import datasets
+
+    images, labels = pictures(30, 3, (8, 8))
+    path = root.parent / "hub/train-0.parquet"
+    write_parquet(path, images, labels, ["a", "b", "c"], image="img", label="fine_label")
+    real = datasets.load_dataset
+    with monkeypatch.context() as hub:
+        hub.setattr(streams, "_reach", lambda name, remedy: None)
+        hub.setattr(
+            datasets, "load_dataset", lambda name, streaming: real("parquet", data_files=str(path), streaming=True)
+        )
+        first = load("some/thing")
+    assert (len(first.train), len(first.test), first.classes) == (24, 6, ("a", "b", "c"))
+    assert torch.equal(load("some/thing").train.images, first.train.images)
+
+
+# One's own data
+
+
+def test_a_folder_of_parquet_by_name_and_by_path(root):
+    images, labels = pictures(30, 3, (9, 7, 3))
+    write_parquet(root / "mine/train-0.parquet", images, labels, ["a", "b", "c"])
+    write_parquet(root / "mine/test-0.parquet", images[:6], labels[:6], ["a", "b", "c"])
+    assert check("mine", images, labels).classes == ("a", "b", "c")
+    data = check("./mine", images, labels, base=root, mean=[0.1, 0.2, 0.3])
+    assert (data.mean, data.std, data.input_shape) == ((0.1, 0.2, 0.3), (0.5, 0.5, 0.5), (3, 9, 7))
+    assert check(str(root / "mine"), images, labels).name == str(root / "mine")
+
+
+def test_columns_by_name_text_labels_and_no_test_split(root):
+    images, _ = pictures(30, 3, (8, 8))
+    labels = ["cat", "ape", "bee"] * 10
+    write_parquet(root / "zoo/all.parquet", images, labels, image="photo", label="animal")
+    refused("set label_column", "zoo")
+    data = load("zoo", label_column="animal", image_column="photo")
+    assert data.classes == ("ape", "bee", "cat")
+    assert (len(data.train), len(data.test)) == (24, 6)
+    assert data.train.labels.bincount().tolist() == [8, 8, 8]
+
+
+def test_images_by_class_with_splits(root):
+    for split, n in (("train", 4), ("test", 2)):
+        for c in ("no", "yes"):
+            (root / "pets" / split / c).mkdir(parents=True)
+            for i in range(n):
+                Image.new("RGB", (8, 8), (i, 0, c == "yes")).save(root / "pets" / split / c / f"{i}.png")
+    data = load("pets")
+    assert (len(data.train), len(data.test), data.classes) == (8, 4, ("no", "yes"))
+    assert torch.equal(data.train.images[:, 2, 0, 0].long(), data.train.labels)
+
+
+def test_changed_files_are_decoded_anew(root):
+    images, labels = pictures(30, 3, (8, 8))
+    for count in (30, 20):
+        write_parquet(root / "mine/train-0.parquet", images[:count], labels[:count], ["a", "b", "c"])
+        assert len(load("mine").train) + len(load("mine").test) == count
+
+
+def test_tensors():
+    images, labels = torch.zeros(6, 1, 4, 4, dtype=torch.uint8), torch.arange(6) % 3
+    data = from_tensors("mine", (images, labels), (images, labels), classes=["a", "b", "c"])
+    assert (data.classes, data.input_shape) == (("a", "b", "c"), (1, 4, 4))
+    assert from_tensors("mine", (images, labels.int()), (images, labels)).classes == ("0", "1", "2")
+    for bad in [(images.float(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
+        with pytest.raises(DataError, match="mine, train"):
+            from_tensors("mine", bad, (images, labels))
+    with pytest.raises(DataError, match="example 2 has label 2, outside 0 to 1"):
+        from_tensors("mine", (images, labels), (images, labels), classes=["a", "b"])
+    with pytest.raises(ConfigError, match="mean and std need 1"):
+        from_tensors("mine", (images, labels), (images, labels), mean=[0.5, 0.5])
+
+
+def test_a_function_beside_the_config(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom fedstill.data.sources import from_tensors\n"
+        "def data(folder=None, count: int = 4):\n    pair = torch.zeros(count, 1, 2, 2).byte(), torch.arange(count)\n"
+        "    return from_tensors('mine', pair, pair)\n"
+    )
+    assert len(load("mine.py:data", base=tmp_path, count=5).train) == 5
+    with pytest.raises(UnknownName, match="'count'"):
+        load("mine.py:data", base=tmp_path, coun=5)
+
+
+# Bad input: one line that says what, where, and what to do
+
+
+def refused(text, name, **fields):
+    with pytest.raises(ConfigError, match=text) as caught:
+        load(name, **fields)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert "; " in message
+    return message
+
+
+def test_absent_data_say_how_to_get_them(root, monkeypatch):
+    small(monkeypatch, "FASHION_MNIST", train=1)
+    for name in set(names("dataset")) - {"digits"}:
+        message = refused("FEDSTILL_DATA=DATA", name)
+        assert str(root / name) in message
+    assert "hf download uoft-cs/cifar10 --repo-type dataset" in refused("hub", "cifar10")
+    assert "apt install dataset-fashion-mnist" in refused("hub", "fashion-mnist")
+    monkeypatch.delenv("FEDSTILL_DATA")
+    refused("FEDSTILL_DATA is not set", "cifar10")
+
+
+def test_wrong_names(root):
+    (root / "my-own").mkdir()
+    refused("did you mean 'cifar10'", "cifar1")
+    refused("did you mean 'my-own'", "my-ow")
+    refused("there is no folder", "./nope")
+    refused("the Hugging Face hub does not give 'some/thing'", "some/thing")
+    refused("did you mean 'label_column'", "my-own", label_colum="x")
+    refused("choose one of size|did you mean 'size'", "ham10000", sizes=3)
+    refused("there is none to choose from", "cifar10", size=3)
+    refused("size = 0", "my-own", size=0)
+    refused("is empty", "my-own")
+
+
+def test_corrupt_parquet(root):
+    images, labels = pictures(30, 3, (8, 8))
+    path = root / "mine/train-0.parquet"
+    write_parquet(path, images, labels, ["a", "b", "c"])
+    whole = path.read_bytes()
+    for bad in (whole[:200], b"nonsense" * 100, b"", whole[:100] + bytes(400) + whole[500:]):
+        path.write_bytes(bad)
+        assert "mine" in refused("cannot be read|no image that can be decoded|holds no examples", "mine")
+    path.write_bytes(whole)
+    assert len(load("mine").classes) == 3
+
+
+def test_images_of_different_sizes_and_kinds(root):
+    images, labels = pictures(4, 2, (8, 8))
+    write_parquet(root / "mine/train-0.parquet", [*images, images[0][:5]], [*labels, 0])
+    assert "example 4 is 8×5 grey, the first 8×8 grey" in refused("set size = 8", "mine")
+    assert load("mine", size=8).input_shape == (1, 8, 8)
+    write_parquet(root / "kinds/train-0.parquet", [*images, np.zeros((8, 8, 3), np.uint8)], [*labels, 0])
+    refused("example 4 is 8×8 RGB, the first 8×8 grey", "kinds")
+    write_parquet(root / "deep/train-0.parquet", [np.zeros((8, 8), np.uint16)] * 4, [0, 1, 0, 1])
+    refused("example 0 is an image of kind I;16", "deep")
+    write_parquet(root / "splits/train-0.parquet", images, labels)
+    write_parquet(root / "splits/test-0.parquet", images[:, :5], labels)
+    refused("images differ between splits", "splits")
+
+
+def test_labels_out_of_range(root):
+    images, _ = pictures(4, 2, (8, 8))
+    for name, labels, text in [
+        ("minus", [0, 1, -1, 0], "label -1, outside"),
+        ("huge", [0, 1, 70000, 0], "label 70000 among 4 examples"),
+        ("none", [0, 1, None, 0], "example 2 has the label None"),
+    ]:
+        write_parquet(root / name / "train-0.parquet", images, labels)
+        refused(text, name)
+    write_parquet(root / "test-only/test-0.parquet", images, [0, 1, 0, 1])
+    refused("no train split", "test-only")
+
+
+def test_known_names_hold_what_they_promise(root, monkeypatch):
+    images, labels = pictures(20, 10, (32, 32, 3))
+    for split in ("train", "test"):
+        write_parquet(root / f"cifar10/{split}-0.parquet", images, labels, catalog.CIFAR10.classes)
+    refused("has {'train': 20, 'test': 20} examples, not {'train': 50000", "cifar10")
+    real = catalog.CIFAR10
+    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={"train": 20, "test": 20}))
+    refused("the pixels have SHA-256", "cifar10")
+    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, sums={}, shape=(3, 28, 28)))
+    refused(r"not \(3, 28, 28\)", "cifar10")
+    monkeypatch.setattr(catalog, "CIFAR10", replace(real, sizes={}, sums={}, classes=real.classes[::-1]))
+    refused("the classes are airplane", "cifar10")
+
+
+# The cache
+
+
+def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):
+    first = load("digits")
+    whole = first.train.images.clone()
+    first.train.images.zero_()  # must not reach the file
+    assert torch.equal(load("digits").train.images, whole)
+    (folder,) = (p for p in (tmp_path / "cache/decoded").iterdir() if p.is_dir())
+    file = folder / "train-images.npy"
+    for bad in (file.read_bytes()[:1000], b""):
+        file.write_bytes(bad)
+        assert torch.equal(load("digits").train.images, whole)
+    (folder / "about.json").write_text("{")
+    assert torch.equal(load("digits").train.images, whole)
+    assert [p.name for p in folder.parent.iterdir() if p.name.startswith(".")] == []
+
+
+def test_an_unwritable_cache_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file"))
+    assert len(load("digits").test) == 359
+
+
+def _count(queue):
+    queue.put(len(load("digits").train))
+
+
+def test_two_processes_fill_the_cache_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_count, args=(queue,)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    assert [queue.get(timeout=120) for _ in workers] == [1438, 1438]
+    for worker in workers:
+        worker.join()
+    assert len([p for p in (tmp_path / "cache/decoded").iterdir() if p.is_dir()]) == 1
+
+
+def test_held_out_examples_are_stratified_and_kept_in_order():
+    labels = np.repeat(np.arange(3), [50, 10, 1])
+    data = hold_out(type("D", (), {"splits": {"train": (np.arange(61), labels)}, "classes": None})())
+    train, test = data.splits["train"], data.splits["test"]
+    assert np.bincount(test[1]).tolist() == [10, 2]
+    assert np.array_equal(np.sort(np.concatenate([train[0], test[0]])), np.arange(61))
+    assert bool((np.diff(train[0]) > 0).all())
+
+
+def test_registry_lists_every_name_with_a_line():
+    expected = [
+        "bloodmnist",
+        "cifar10",
+        "cifar100",
+        "cinic10",
+        "digits",
+        "fashion-mnist",
+        "ham10000",
+        "mnist",
+        "pathmnist",
+    ]
+    assert set(expected) <= set(names("dataset"))
+    assert all(lookup("dataset", name).summary for name in expected)

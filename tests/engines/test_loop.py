@@ -1,0 +1,179 @@
+"""The one training loop: against a plain loop in torch, and the rules that hold for every objective."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import toys
+from fedstill.engines.loop import train
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.keys import generator, seed_for
+from fedstill.models import contract
+from fedstill.records import Carry, Examples, Plan, Stage, Step, View
+from fedstill.work import ClientWork
+
+STAGE = Stage(2, 0, "train", (0,))
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    return prepare(settle(toys.toy()), toys.blobs())
+
+
+def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
+    view = prepared.sites.view(0, STAGE)
+    start = Carry(prepared.world.initial(0), **carry)  # type: ignore[arg-type]
+    return train(work or ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7)
+
+
+def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
+    """The same training, written out with torch.optim and a module."""
+    view = prepared.sites.view(0, STAGE)
+    module = contract.build(view.model)
+    module.load_state_dict(dict(prepared.world.initial(0)))
+    kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=plan.lr_at(2), momentum=plan.momentum, weight_decay=plan.weight_decay)}
+    kinds["adam"] = lambda p: torch.optim.Adam(p, lr=plan.lr_at(2), weight_decay=plan.weight_decay)
+    optimiser = kinds[plan.optimiser](module.parameters())
+    x, y = prepared.sites.inputs.plain(view.data.images), view.data.labels
+    order = generator(seed_for(7, 2, 0, 0, "order"))
+    for _ in range(plan.epochs):
+        for index in torch.randperm(len(y), generator=order).split(plan.batch):
+            optimiser.zero_grad()
+            torch.nn.functional.cross_entropy(module(x[index]), y[index]).backward()
+            if plan.clip_norm:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), plan.clip_norm)
+            optimiser.step()
+    return {k: v.detach() for k, v in module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(epochs=3, batch=7, lr=0.05, lr_decay=0.9, momentum=0.9, weight_decay=1e-3),
+        Plan(epochs=2, batch=16, lr=0.05, clip_norm=0.5),
+        Plan(epochs=2, batch=8, optimiser="adam", lr=1e-2, weight_decay=4e-4),
+    ],
+)
+def test_it_is_the_plain_loop(prepared: Prepared, plan: Plan) -> None:
+    ours, theirs = trained(prepared, plan).params, plain_loop(prepared, plan)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
+    before = {k: v.clone() for k, v in prepared.world.initial(0).items()}
+    trained(prepared, Plan(epochs=1, lr=0.1))
+    assert all(torch.equal(before[k], v) for k, v in prepared.world.initial(0).items())
+
+
+def test_steps_count_batches_over_several_epochs(prepared: Prepared) -> None:
+    assert trained(prepared, Plan(steps=23, batch=10, lr=0.1)).ran.steps == 23
+
+
+def test_no_epochs_train_nothing(prepared: Prepared) -> None:
+    result = trained(prepared, Plan(epochs=0))
+    assert result.ran.steps == 0
+    assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
+
+
+def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
+    view = prepared.sites.view(0, STAGE)
+    empty = replace(view, data=Examples(view.data.images[:0], view.data.labels[:0]))
+    start = Carry(prepared.world.initial(0))
+    result = train(ClientWork(), start, Plan(epochs=3), STAGE, empty, prepared.sites.inputs, seed=7)
+    assert result.ran.steps == 0
+
+
+@dataclass(frozen=True)
+class HeadOnly(ClientWork):
+    def trainable(self, name: str) -> bool:
+        return name.startswith("head.")
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_frozen_parameters_keep_their_bits(prepared: Prepared, optimiser: str) -> None:
+    plan = Plan(epochs=1, lr=0.01, optimiser=optimiser, weight_decay=0.1)  # type: ignore[arg-type]
+    after, before = trained(prepared, plan, HeadOnly()).params, prepared.world.initial(0)
+    assert all(torch.equal(after[k], before[k]) == (not k.startswith("head.")) for k in before)
+
+
+@dataclass(frozen=True)
+class Halted(ClientWork):
+    """Settles every step back to where it began."""
+
+    def settle(self, before, grads, after, trace, carry):  # type: ignore[no-untyped-def]
+        return before, {"steps": trace["steps"] + 1}
+
+
+def test_settle_has_the_last_word_on_every_step(prepared: Prepared) -> None:
+    result = trained(prepared, Plan(epochs=2, batch=10, lr=0.1), Halted(), trace={"steps": torch.zeros(())})
+    assert all(torch.equal(result.params[k], v) for k, v in prepared.world.initial(0).items())
+    assert result.ran.trace["steps"] == result.ran.steps > 0
+
+
+@dataclass(frozen=True)
+class Doubled(ClientWork):
+    def adjust(self, grads, carry):  # type: ignore[no-untyped-def]
+        return {k: 2 * g for k, g in grads.items()}
+
+
+def test_adjusted_gradients_reach_the_optimiser(prepared: Prepared) -> None:
+    doubled = trained(prepared, Plan(epochs=1, lr=0.05), Doubled()).params
+    faster = trained(prepared, Plan(epochs=1, lr=0.1)).params
+    for name in faster:
+        torch.testing.assert_close(doubled[name], faster[name])
+
+
+@dataclass(frozen=True)
+class FromTeacher(ClientWork):
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        x = step.x
+        module = contract.module(carry["spec"], "frozen").eval()
+        with torch.no_grad():
+            expected = functional_call(module, dict(carry.teachers["t"]), (x,))  # type: ignore[call-overload]
+        torch.testing.assert_close(step.teacher("t"), expected)
+        return {"ce": super().terms(step, carry)["ce"], "far": (step.logits() - step.teacher("t")).square().sum(1)}
+
+
+@pytest.mark.parametrize("augment", [(), ("flip",)])
+def test_a_teacher_gives_the_same_looked_up_or_run(prepared: Prepared, augment: tuple[str, ...]) -> None:
+    view: View = prepared.sites.view(0, STAGE)
+    start = prepared.world.initial(0)
+    carry = Carry(start, teachers={"t": start}, constants={"spec": view.model})
+    inputs = replace(prepared.sites.inputs, steps=augment)
+    result = train(FromTeacher(), carry, Plan(epochs=2, lr=0.01), STAGE, view, inputs, seed=7)
+    assert set(result.losses) == {"ce", "far"}
+
+
+def test_early_stopping_keeps_the_best_epoch() -> None:
+    plan = {"epochs": 40, "batch": 10, "lr": 0.5, "validation": 0.3, "patience": 3, "keep": "best"}
+    ready = prepare(settle(toys.toy(plan=plan)), toys.blobs())
+    view = ready.sites.view(0, STAGE)
+    assert view.validation is not None
+    assert len(view.validation) + len(view.data) == int(view.counts.sum())
+    work, plans = ClientWork(), ready.world.plans["train"]
+    result = train(work, Carry(ready.world.initial(0)), plans, STAGE, view, ready.sites.inputs, seed=7)
+    assert result.epochs < 40
+    each = [replace(plans, epochs=e + 1, patience=0, keep="last") for e in range(result.epochs)]
+    runs = [train(work, Carry(ready.world.initial(0)), p, STAGE, view, ready.sites.inputs, seed=7) for p in each]
+    best = max(work.score(r.params, view) for r in runs)
+    assert work.score(result.params, view) == best
+
+
+def test_dropout_draws_by_key() -> None:
+    experiment = toys.toy(model="simple_cnn")
+    ready = prepare(settle(experiment), toys.blobs_of(8))
+    view = ready.sites.view(0, STAGE)
+    start, plan = Carry(ready.world.initial(0)), Plan(epochs=1, lr=0.1)
+    first = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
+    torch.manual_seed(99)
+    second = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=7).params
+    other = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=8).params
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert any(not torch.equal(first[k], other[k]) for k in first)

@@ -1,0 +1,198 @@
+"""Malformed bytes are BadPayload and nothing else: no other exception, no endless work, no pickle."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import struct
+import zipfile
+
+import pytest
+import torch
+
+from fedstill.errors import BadPayload
+from fedstill.records import Payload
+from fedstill.wire.codec import MAX_HEADER, decode, encode
+
+SAMPLE = Payload(
+    params={"body.weight": torch.arange(12.0).reshape(3, 4), "body.bias": torch.ones(3), "seen": torch.tensor(3)},
+    mean=torch.eye(2).bfloat16(),
+    empty={},
+    gini=0.5,
+    visits=3,
+    yes=True,
+    said="naïve",
+)
+GOOD = encode(SAMPLE)
+HEADER = struct.unpack("<Q", GOOD[:8])[0]
+
+
+def with_header(header: bytes, body: bytes = b"") -> bytes:
+    return struct.pack("<Q", len(header)) + header + body
+
+
+def with_note(note: object, tensors: dict[str, object] | None = None, body: bytes = b"") -> bytes:
+    text = note if isinstance(note, str) else json.dumps(note)
+    return with_header(json.dumps({"__metadata__": {"fedstill": text}, **(tensors or {})}).encode(), body)
+
+
+def zipped() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("bomb", b"0" * 1_000_000)
+    return buffer.getvalue()
+
+
+def torch_saved() -> bytes:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.zeros(2)}, buffer)
+    return buffer.getvalue()
+
+
+FLOAT = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+DOUBLED = b'{"__metadata__":{"fedstill":"{\\"groups\\":[],\\"rest\\":{}}"},"__metadata__":{"fedstill":"{}"}}'
+
+MALFORMED = {
+    "nothing": b"",
+    "seven bytes": b"\0" * 7,
+    "zeros": b"\0" * 64,
+    "pickle": pickle.dumps({"w": [1, 2, 3]}),
+    "pickle, protocol 0": pickle.dumps({"w": [1, 2, 3]}, protocol=0),
+    "zip": zipped(),
+    "torch.save": torch_saved(),
+    "header longer than all": struct.pack("<Q", 1000) + b"{}",
+    "header of 2^64-1 bytes": struct.pack("<Q", 2**64 - 1) + b"{}",
+    "header over the cap": struct.pack("<Q", MAX_HEADER + 1) + b" " * (MAX_HEADER + 2),
+    "no JSON": with_header(b"hello"),
+    "half a JSON": with_header(b'{"__metadata__": {"fedstill": '),
+    "no UTF-8": with_header(b'{"__metadata__": {"fedstill": "\xff\xfe"}}'),
+    "a name that is no UTF-8": with_header(
+        GOOD[8 : 8 + HEADER].replace(b"body.bias", b"body.bia\xff"), GOOD[8 + HEADER :]
+    ),
+    "a list": with_header(b"[1, 2]"),
+    "a number": with_header(b"3"),
+    "a string": with_header(b'"__metadata__"'),
+    "null": with_header(b"null"),
+    "deep lists": with_header(b"[" * 100_000),
+    "deep tables": with_header(b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+    "deep note": with_note("[" * 100_000),
+    "no metadata": with_header(b"{}"),
+    "metadata of others": with_header(b'{"__metadata__": {"format": "pt"}}'),
+    "metadata a list": with_header(b'{"__metadata__": []}'),
+    "metadata a string": with_header(b'{"__metadata__": "fedstill"}'),
+    "note a table": with_header(b'{"__metadata__": {"fedstill": {"groups": [], "rest": {}}}}'),
+    "note a number": with_note("3"),
+    "note null": with_note("null"),
+    "note empty": with_note({}),
+    "note with more": with_note({"groups": [], "rest": {}, "more": 1}),
+    "groups a string": with_note({"groups": "ab", "rest": {}}),
+    "groups of numbers": with_note({"groups": [1], "rest": {}}),
+    "groups of lists": with_note({"groups": [["a"]], "rest": {}}),
+    "groups twice": with_note({"groups": ["a", "a"], "rest": {"a": 1}}),
+    "group not there": with_note({"groups": ["a"], "rest": {}}),
+    "tensor not there": with_note({"groups": ["a"], "rest": {"a": ["w"]}}),
+    "tensors named twice": with_note({"groups": ["a"], "rest": {"a": ["w", "w"]}}, {"a/w": FLOAT}, b"\0" * 4),
+    "tensor names of numbers": with_note({"groups": ["a"], "rest": {"a": [1]}}),
+    "rest of a stranger": with_note({"groups": [], "rest": {"a": 1}}),
+    "rest a list": with_note({"groups": [], "rest": []}),
+    "rest null": with_note({"groups": ["a"], "rest": {"a": None}}),
+    "rest a table": with_note({"groups": ["a"], "rest": {"a": {"b": 1}}}),
+    "a string that is no text": with_note('{"groups": ["a"], "rest": {"a": "\\ud800"}}'),
+    "an endless number": with_note('{"groups": ["a"], "rest": {"a": ' + "9" * 10_000 + "}}"),
+    "tensor of no group": with_note({"groups": [], "rest": {}}, {"a": FLOAT}, b"\0" * 4),
+    "a key twice": with_header(DOUBLED),
+    "a note's key twice": with_note('{"groups": [], "groups": [], "rest": {}}'),
+    "a tensor twice": with_header(
+        b'{"__metadata__":{"fedstill":"{\\"groups\\":[\\"a\\"],\\"rest\\":{}}"},'
+        b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"\0" * 4,
+    ),
+    **{
+        f"group name {name!a}": with_note({"groups": [name], "rest": {name: 1}})
+        for name in ("../../etc/passwd", "a/b", "/", "..", ".", "", "C:\\x", "a\0b", "a\nb", "\ud800", "n" * 600)
+    },
+    **{
+        f"tensor name {name!a}": with_note({"groups": ["g"], "rest": {"g": [name]}}, {f"g/{name}": FLOAT}, b"\0" * 4)
+        for name in ("../../etc/passwd", "/etc/passwd", "a//b", "..", "", "C:\\x", "a\0b")
+    },
+    **{
+        f"tensor {change}": with_note({"groups": ["a"], "rest": {}}, {"a": {**FLOAT, **change}}, b"\0" * 4)
+        for change in (
+            {"dtype": "F33"},
+            {"dtype": None},
+            {"shape": [2]},
+            {"shape": [-1]},
+            {"shape": "x"},
+            {"shape": [2**62, 2**62]},
+            {"data_offsets": [0, 8]},
+            {"data_offsets": [4, 0]},
+            {"data_offsets": [-4, 0]},
+            {"data_offsets": [0, 2**63]},
+            {"data_offsets": [1, 5]},
+            {"data_offsets": "0,4"},
+        )
+    },
+    "two tensors on the same bytes": with_note({"groups": ["a", "b"], "rest": {}}, {"a": FLOAT, "b": FLOAT}, b"\0" * 4),
+    "bytes after the last tensor": GOOD + b"more",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_bytes_are_a_bad_payload(name: str) -> None:
+    with pytest.raises(BadPayload):
+        decode(MALFORMED[name])
+
+
+def test_every_truncation_is_a_bad_payload() -> None:
+    for length in range(len(GOOD)):
+        with pytest.raises(BadPayload):
+            decode(GOOD[:length])
+
+
+def test_more_bytes_than_the_limit_are_refused_before_they_are_read() -> None:
+    assert encode(decode(GOOD, limit=len(GOOD))) == GOOD
+    with pytest.raises(BadPayload, match=f"limit of {len(GOOD) - 1}"):
+        decode(GOOD, limit=len(GOOD) - 1)
+    with pytest.raises(BadPayload, match="limit of 3"):
+        decode(b"not even read", limit=3)
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """Bytes with one to three small damages, most of them in the header, where structure is."""
+    out = bytearray(data)
+    for _ in range(draw.randint(1, 3)):
+        at = draw.randrange(8 + HEADER) if draw.random() < 0.8 else draw.randrange(len(out))
+        at = min(at, len(out) - 1)
+        match draw.randrange(6):
+            case 0:
+                out[at] ^= 1 << draw.randrange(8)
+            case 1:
+                out[at] = draw.randrange(256)
+            case 2:
+                del out[at : at + draw.randint(1, 8)]
+            case 3:
+                out[at:at] = draw.randbytes(draw.randint(1, 8))
+            case 4:
+                other = draw.randrange(len(out))
+                out[at], out[other] = out[other], out[at]
+            case 5:
+                out[at : at + 1] = draw.choice([b'"', b"{", b"}", b"[", b",", b"-", b"9", b"null", b"\\u0000", b"\xff"])
+        if not out:
+            break
+    return bytes(out)
+
+
+def test_two_thousand_mutations_give_a_payload_or_a_bad_payload() -> None:
+    draw = random.Random(20)
+    refused = 0
+    for _ in range(2000):
+        data = mutated(GOOD, draw)
+        try:
+            payload = decode(data)
+        except BadPayload:
+            refused += 1
+        else:
+            assert encode(decode(encode(payload))) == encode(payload)
+    assert refused > 1000, "damage to the header must mostly be noticed"

@@ -1,0 +1,203 @@
+"""The screen: every kind of poisoned reply is left out for the right reason, and the others stay, sorted by client."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fedstill.records import Payload, Reply, Stage
+from fedstill.wire.screen import MAX_EXAMPLES, MAX_STRING, Refusal, Rules, screen
+
+STAGE = Stage(3, 1, "train", (4, 0, 2, 7))
+PARAMS = {"weight": torch.full((2, 3), 0.5), "bias": torch.zeros(2), "seen": torch.tensor(5)}
+EXPECTED = Payload(
+    params={k: torch.zeros_like(v) for k, v in PARAMS.items()},
+    mean=torch.zeros(4),
+    gini=0.0,
+    visits=0,
+    ready=True,
+    said="",
+    empty={},
+)
+GOOD = Payload(params=PARAMS, mean=torch.ones(4), gini=0.5, visits=3, ready=False, said="hello", empty={})
+DOWNS = {c: Payload(params=PARAMS) for c in STAGE.clients}
+BAD = 2
+
+
+def reply(client: int, up: Payload = GOOD) -> Reply:
+    return Reply(client, up, 10 + client, {}, STAGE.round, STAGE.index)
+
+
+DEFAULT = Rules()
+
+
+def screened(*replies: Reply, rules: Rules = DEFAULT) -> tuple[list[Reply], list[Refusal]]:
+    return screen(lambda _: EXPECTED, STAGE, DOWNS, replies, rules)
+
+
+def params(**changes: object) -> Payload:
+    return Payload(GOOD, params={**PARAMS, **changes})  # type: ignore[arg-type]
+
+
+def without(name: str) -> Payload:
+    return Payload({k: v for k, v in GOOD.items() if k != name})
+
+
+def scaled(factor: float) -> Payload:
+    return params(weight=PARAMS["weight"] * factor)
+
+
+def holding(value: float) -> Payload:
+    return params(weight=torch.tensor([[0.1, 0.2, value], [0.0, 0.0, 0.0]]))
+
+
+POISONED: dict[str, tuple[Payload, str]] = {
+    "NaN": (holding(math.nan), "params/weight holds numbers that are not finite"),
+    "+Inf": (holding(math.inf), "params/weight holds numbers that are not finite"),
+    "-Inf": (holding(-math.inf), "params/weight holds numbers that are not finite"),
+    "NaN in a bare tensor": (Payload(GOOD, mean=torch.full((4,), math.nan)), "mean holds numbers that are not finite"),
+    "NaN for a number": (Payload(GOOD, gini=math.nan), "gini is nan"),
+    "Inf for a number": (Payload(GOOD, gini=math.inf), "gini is inf"),
+    "wrong shape": (params(weight=torch.zeros(3, 2)), r"params/weight has shape \(3, 2\), not \(2, 3\)"),
+    "one axis more": (params(bias=torch.zeros(1, 2)), r"params/bias has shape \(1, 2\)"),
+    "zero-size": (params(weight=torch.zeros(0, 3)), r"params/weight has shape \(0, 3\)"),
+    "a broadcastable ()": (params(bias=torch.zeros(())), r"params/bias has shape \(\)"),
+    "missing tensor": (
+        Payload(GOOD, params={k: v for k, v in PARAMS.items() if k != "bias"}),
+        r"params differs: missing \['bias'\]",
+    ),
+    "extra tensor": (params(more=torch.zeros(1)), r"params differs: .*not asked for \['more'\]"),
+    "missing group": (without("mean"), r"missing \['mean'\]"),
+    "extra group": (Payload(GOOD, secret=1), r"not asked for \['secret'\]"),
+    "path-like group": (Payload({**GOOD, "../x": 1}), r"not asked for \['../x'\]"),
+    "nothing at all": (Payload(), "missing"),
+    "wrong dtype": (params(weight=PARAMS["weight"].double()), "params/weight is torch.float64, not torch.float32"),
+    "half precision": (params(weight=PARAMS["weight"].half()), "torch.float16"),
+    "complex": (params(weight=torch.zeros(2, 3, dtype=torch.complex64)), "torch.complex64"),
+    "a float counter": (params(seen=torch.tensor(5.0)), "params/seen is torch.float32, not torch.int64"),
+    "sparse": (params(weight=torch.eye(2, 3).to_sparse()), "params/weight is not a dense tensor"),
+    "a list for a tensor": (params(weight=[[1.0]]), "params/weight is not a dense tensor"),
+    "a number for tensors": (Payload(GOOD, params=1.0), "params is a float, not named tensors"),
+    "a tensor for tensors": (Payload(GOOD, params=torch.zeros(2)), "params is a Tensor, not named tensors"),
+    "tensors for a tensor": (Payload(GOOD, mean={"a": torch.zeros(4)}), "mean is not a dense tensor"),
+    "a tensor for a number": (Payload(GOOD, gini=torch.tensor(0.5)), "gini is of type Tensor, not float"),
+    "a string for a number": (Payload(GOOD, gini="0.5"), "gini is of type str, not float"),
+    "yes for a number": (Payload(GOOD, visits=True), "visits is of type bool, not int"),
+    "half a visit": (Payload(GOOD, visits=0.5), "visits is of type float, not int"),
+    "a number for yes": (Payload(GOOD, ready=7), "ready is of type int, not bool"),
+    "endless number": (Payload(GOOD, visits=10**400), "visits is a number beyond"),
+    "endless number for a float": (Payload(GOOD, gini=-(10**400)), "gini is a number beyond"),
+    "a number for a string": (Payload(GOOD, said=3), "said is not a short string"),
+    "a long string": (Payload(GOOD, said="x" * (MAX_STRING + 1)), "said is not a short string"),
+    "ten times the norm": (scaled(10.5), r"norm .* is over 10 times"),
+    "a thousand times the norm": (scaled(-1e3), r"norm .* is over 10 times"),
+    "the largest numbers": (scaled(1e38), r"norm .* is over 10 times"),
+}
+
+ENVELOPES: dict[str, tuple[Callable[[Reply], Reply], str]] = {
+    "failed": (lambda r: replace(r, failure="OSError: no disk"), "failed: OSError: no disk"),
+    "a failure that brings parameters": (lambda r: replace(r, failure="x"), "failed: x"),
+    "another round": (lambda r: replace(r, round=2), "replied for round 2 stage 1, not 3 and 1"),
+    "a later round": (lambda r: replace(r, round=4), "replied for round 4"),
+    "another stage": (lambda r: replace(r, stage=0), "replied for round 3 stage 0"),
+    "negative count": (lambda r: replace(r, examples=-1), "claims -1 examples"),
+    "NaN count": (lambda r: replace(r, examples=math.nan), "claims nan examples"),  # type: ignore[arg-type]
+    "Inf count": (lambda r: replace(r, examples=math.inf), "claims inf examples"),  # type: ignore[arg-type]
+    "huge count": (lambda r: replace(r, examples=MAX_EXAMPLES + 1), "claims 1000000001 examples"),
+    "fractional count": (lambda r: replace(r, examples=1.5), "claims 1.5 examples"),  # type: ignore[arg-type]
+    "count True": (lambda r: replace(r, examples=True), "claims True examples"),
+    "count a string": (lambda r: replace(r, examples="9"), "claims '9' examples"),  # type: ignore[arg-type]
+    "no count": (lambda r: replace(r, examples=None), "claims None examples"),  # type: ignore[arg-type]
+    "a stranger": (lambda r: replace(r, client=99), "was not asked"),
+    "the server": (lambda r: replace(r, client=-1), "was not asked"),
+    "a client that is a float": (lambda r: replace(r, client=2.0), "was not asked"),  # type: ignore[arg-type]
+    "a client that is a list": (lambda r: replace(r, client=[2]), "was not asked"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", POISONED)
+def test_poison_is_left_out_for_its_reason_and_the_others_stay(name: str) -> None:
+    up, reason = POISONED[name]
+    others = [reply(7), reply(0), reply(4)]
+    accepted, refused = screened(others[0], reply(BAD, up), *others[1:])
+    assert [r.client for r in refused] == [BAD]
+    assert re.search(reason, refused[0].reason), refused[0].reason
+    assert accepted == sorted(others, key=lambda r: r.client)
+
+
+@pytest.mark.parametrize("name", ENVELOPES)
+def test_a_reply_that_is_not_what_was_asked_for_is_left_out(name: str) -> None:
+    spoil, reason = ENVELOPES[name]
+    accepted, refused = screened(reply(4), spoil(reply(BAD)), reply(0))
+    assert [r.client for r in accepted] == [0, 4]
+    assert len(refused) == 1
+    assert refused[0].reason.startswith(reason)
+    assert not refused[0].diverged
+
+
+def test_only_wild_numbers_count_as_divergence() -> None:
+    wild = {n for n, (up, _) in POISONED.items() if screened(reply(BAD, up))[1][0].diverged}
+    assert wild == {
+        "NaN", "+Inf", "-Inf", "NaN in a bare tensor", "NaN for a number", "Inf for a number",
+        "ten times the norm", "a thousand times the norm", "the largest numbers",
+    }  # fmt: skip
+
+
+def test_good_replies_are_accepted_and_sorted() -> None:
+    accepted, refused = screened(*(reply(c) for c in (7, 2, 4, 0)))
+    assert ([r.client for r in accepted], refused) == ([0, 2, 4, 7], [])
+
+
+@pytest.mark.parametrize(
+    "up",
+    [
+        scaled(9.9),
+        Payload(GOOD, gini=1),
+        Payload(GOOD, said="x" * MAX_STRING),
+        Payload({name: GOOD[name] for name in reversed(list(GOOD))}),
+        params(weight=PARAMS["weight"].t().contiguous().t()),
+    ],
+    ids=["just below the limit", "a whole number for a float", "the longest string", "another order", "other strides"],
+)
+def test_what_is_unusual_and_legal_is_accepted(up: Payload) -> None:
+    accepted, refused = screened(reply(BAD, up))
+    assert ([r.client for r in accepted], refused) == ([BAD], [])
+
+
+@pytest.mark.parametrize("count", [0, 1, MAX_EXAMPLES])
+def test_counts_at_the_ends_of_the_range_are_accepted(count: int) -> None:
+    assert screened(replace(reply(BAD), examples=count))[1] == []
+
+
+def test_a_repeated_reply_counts_once_the_first_time() -> None:
+    first, second = reply(BAD), replace(reply(BAD), examples=999)
+    accepted, refused = screened(first, reply(0), second)
+    assert [r.examples for r in accepted] == [10, 12]
+    assert refused == [Refusal(BAD, "replied twice")]
+
+
+def test_a_good_reply_after_a_bad_one_of_the_same_client_counts() -> None:
+    accepted, refused = screened(reply(BAD, holding(math.nan)), reply(BAD))
+    assert [r.client for r in accepted] == [BAD]
+    assert len(refused) == 1
+
+
+def test_the_norm_limit_is_measured_against_what_was_sent() -> None:
+    strict = Rules(norm_limit=2.0)
+    assert screened(reply(BAD, scaled(1.5)), rules=strict)[1] == []
+    assert len(screened(reply(BAD, scaled(2.5)), rules=strict)[1]) == 1
+    tiny = {c: Payload(params={k: v * 0 for k, v in PARAMS.items()}) for c in STAGE.clients}
+    accepted, _ = screen(lambda _: EXPECTED, STAGE, tiny, [reply(BAD)], strict)
+    assert accepted, "what was sent counts as a norm of at least 1"
+
+
+def test_the_screen_changes_nothing_it_is_given() -> None:
+    before = {k: v.clone() for k, v in PARAMS.items()}
+    (got,), _ = screened(reply(0))
+    assert all(torch.equal(PARAMS[k], before[k]) for k in before)
+    assert got.up is GOOD
