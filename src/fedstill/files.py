@@ -15,7 +15,7 @@ _PART = ".part"
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file aside, fsync it, rename it into place, fsync its folder; raises DiskFull if it cannot be written."""
+    """Write a file aside, fsync it, rename it into place, fsync its folder; raises DiskFull if it cannot be done."""
     aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     try:
         with aside.open("wb") as file:
@@ -59,7 +59,15 @@ def is_leftover(path: Path) -> bool:
 def sweep(folder: Path) -> None:
     """Delete what killed processes left half written, in a folder that nobody else is writing."""
     for path in folder.rglob(f".*{_PART}"):
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file that is no longer needed, if it is there; raises DiskFull if it cannot be deleted."""
+    try:
         path.unlink(missing_ok=True)
+    except OSError as error:
+        raise as_named(error, path) from error
 
 
 def digest(data: bytes) -> str:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-import toys
 from fedstill.engines.memory import Memory
-from fedstill.errors import CorruptFile, DiskFull
+from fedstill.errors import CorruptFile
 from fedstill.experiment import journal as journals
 from fedstill.experiment.checkpoint import KEPT, Checkpoints, Restored
-from fedstill.experiment.journal import Journal
-from fedstill.experiment.runner import resume, run
 from fedstill.files import digest
 from fedstill.records import ModelSpec, Payload, Stage, State
 from fedstill.wire.codec import encode

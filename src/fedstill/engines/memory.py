@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstill.errors import BadPayload, CorruptFile
-from fedstill.files import digest, make_folder, write_whole
+from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import decode, encode
 
@@ -55,7 +55,7 @@ class Memory:
         if self.folder is not None and self.folder.is_dir():
             for path in self.folder.glob("*.safetensors"):
                 if path.name not in named:
-                    path.unlink()
+                    remove(path)
 
     def _keep(self, stage: Stage, client: int, memory: Payload) -> None:
         if not memory:

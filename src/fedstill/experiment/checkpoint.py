@@ -16,7 +16,7 @@ from typing import Any
 
 from fedstill.errors import BadPayload, CorruptFile
 from fedstill.experiment.journal import Mark
-from fedstill.files import digest, make_folder, write_whole
+from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import ModelSpec, Payload, State
 from fedstill.wire.codec import decode, encode
 
@@ -166,10 +166,10 @@ class Checkpoints:
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
         for name in names[:-KEPT]:
-            (self.folder / name).unlink()
+            remove(self.folder / name)
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:
-                path.unlink()
+                remove(path)
                 self._sound.discard(path.stem)
         return sorted(memory)
 

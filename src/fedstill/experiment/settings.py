@@ -111,8 +111,8 @@ def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> di
     name = given.pop(key, default.get(kind, first))
     if not isinstance(name, str):
         raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
-    entry, fields = fields_of(kind, name, experiment.base)
-    return {key: _resolved_name(kind, name, experiment.base), **checked(fields, given, f"{kind} {entry.name}")}
+    _, fields = fields_of(kind, name, experiment.base)
+    return {key: _resolved_name(kind, name, experiment.base), **checked(fields, given, kind)}
 
 
 def _resolved_name(kind: str, name: str, base: Path | None) -> str:

@@ -157,5 +157,6 @@ def progress(quiet: bool = False) -> Progress:
         TextColumn("left"),
         TimeRemainingColumn(),
         console=Console(stderr=True, highlight=False),
+        transient=True,
         disable=quiet,
     )

@@ -1,0 +1,204 @@
+"""Writing that ends in the middle: a crash at any write, fsync, rename or delete, and a disk that is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from fedstill.errors import DiskFull
+from fedstill.experiment import journal as journals
+from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.experiment.journal import Journal
+from fedstill.experiment.runner import resume, run
+from fedstill.files import digest, make_folder, sweep, write_whole
+from fedstill.records import Payload, State
+from fedstill.wire.codec import encode
+from run_bits import assert_same_bits, bits
+
+CONFIG = digest(b"config")
+CALLS = ("fsync", "replace", "unlink")
+
+
+class Crash(BaseException):
+    """The process is gone: nothing may catch it."""
+
+
+@contextmanager
+def failing_at(k: int, error: Callable[[], BaseException], when: str, forever: bool = False) -> Iterator[list[int]]:
+    """Fail at the k-th fsync, rename or delete: before it, after it, or with the file torn in half before its fsync."""
+    count = [0]
+    real = {name: getattr(os, name) for name in CALLS}
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            now, count[0] = count[0], count[0] + 1
+            hit = now == k or (forever and now > k)
+            if hit and when == "torn" and name == "fsync":
+                status = os.fstat(args[0])
+                if stat.S_ISREG(status.st_mode):
+                    os.truncate(args[0], status.st_size // 2)
+            if hit and when != "after":
+                raise error()
+            out = real[name](*args, **kwargs)
+            if hit:
+                raise error()
+            return out
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, wrapped(name))
+        yield count
+
+
+def state_at(round: int) -> State:
+    draw = torch.Generator().manual_seed(round)
+    return State({"w": torch.randn(4, generator=draw)}, Payload(labels=torch.ones(3), n=round), round)
+
+
+def save(folder: Path, round: int) -> None:
+    Checkpoints(folder, CONFIG).save(state_at(round), {}, (round, ""))
+
+
+def round_of(folder: Path) -> int:
+    """The round of the checkpoint that would be used, which must be whole; 0 if there is none."""
+    restored = Checkpoints(folder, CONFIG).latest()
+    if restored is None:
+        return 0
+    want, got = state_at(restored.state.round), restored.state
+    assert encode(Payload(got.extra, params=got.params)) == encode(Payload(want.extra, params=want.params))
+    assert restored.journal == (restored.state.round, "")
+    return restored.state.round
+
+
+@pytest.mark.parametrize("when", ["before", "after", "torn"])
+@pytest.mark.parametrize("existing", [0, 1, 4])
+def test_a_crash_at_any_point_of_a_save_leaves_the_old_or_the_new_checkpoint(
+    existing: int, when: str, tmp_path: Path
+) -> None:
+    points = 0
+    for k in range(1000):
+        folder = tmp_path / str(k)
+        for round in range(1, existing + 1):
+            save(folder, round)
+        try:
+            with failing_at(k, Crash, when):
+                save(folder, existing + 1)
+        except Crash:
+            points += 1
+            assert round_of(folder) in (existing, existing + 1)
+            save(folder, existing + 1)
+            assert round_of(folder) == existing + 1
+            sweep(folder)
+            assert not list(folder.rglob("*.part"))
+        else:
+            break
+    assert points >= 12, "three files at least, each with two fsyncs and a rename"
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    for when in ("before", "after", "torn"):
+        for k in range(3):
+            path.write_bytes(b"old")
+            with pytest.raises(Crash), failing_at(k, Crash, when):
+                write_whole(path, b"new and longer")
+            assert path.read_bytes() in (b"old", b"new and longer")
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_a_full_disk_is_said_and_leaves_no_half_file(k: int, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with (
+        pytest.raises(DiskFull, match=r"no room to write .*file: No space left.*; free some space"),
+        failing_at(k, full, "before"),
+    ):
+        write_whole(path, b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_other_trouble_with_writing_is_named_too(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DiskFull, match=r"cannot write .*Read-only.*put that right"),
+        failing_at(0, lambda: OSError(errno.EROFS, "Read-only file system"), "before"),
+    ):
+        write_whole(tmp_path / "file", b"new")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DiskFull, match="cannot write"):
+        make_folder(tmp_path / "file" / "below" / "it")
+    with pytest.raises(DiskFull, match="cannot write"):
+        Journal(tmp_path / "nowhere" / "journal.jsonl")
+
+
+@contextmanager
+def at_most(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond a size: a real short write, then a real error."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path)
+    journal.write("start", text="x" * 50)
+    mark = journal.sync()
+    with at_most(100):
+        with pytest.raises(DiskFull, match=r"no room to write .*journal\.jsonl"):
+            journal.write("round", text="y" * 100)
+        journal.close()
+    assert path.stat().st_size == 100, "the kernel took what fitted"
+    again = Journal(path)
+    again.cut(mark)
+    again.write("round", text="z")
+    length, sha = again.sync()
+    again.close()
+    assert [e["event"] for e in journals.read(path)] == ["start", "round"]
+    assert (length, sha) == (path.stat().st_size, digest(path.read_bytes()))
+
+
+CHAIN = toys.toy("toy_chain", rounds=2, plan={"epochs": 1}, topology={"clients": 3, "sampled": 3})
+
+
+def test_a_run_on_a_full_disk_stops_by_name_and_is_finished_once_there_is_room(tmp_path: Path) -> None:
+    with failing_at(-1, full, "before") as counted:
+        run(CHAIN, tmp_path / "whole", data=toys.blobs())
+    whole = bits(tmp_path / "whole")
+    for k in range(4, counted[0], counted[0] // 9):
+        folder = tmp_path / str(k)
+        with pytest.raises(DiskFull, match="no room"), failing_at(k, full, "before", forever=True):
+            run(CHAIN, folder, data=toys.blobs())
+        resume(folder, data=toys.blobs())
+        assert_same_bits(bits(folder), whole)
+
+
+def test_a_journal_that_fills_the_disk_costs_nothing_that_was_written(tmp_path: Path) -> None:
+    run(CHAIN, tmp_path / "whole", data=toys.blobs())
+    whole = bits(tmp_path / "whole")
+    size = (tmp_path / "whole" / "journal.jsonl").stat().st_size
+    largest = max(p.stat().st_size for p in (tmp_path / "whole").rglob("*") if p.is_file() and p.suffix != ".jsonl")
+    for limit in range(max(largest + 1, size // 2), size, size // 6):
+        with pytest.raises(DiskFull, match="journal"), at_most(limit):
+            run(CHAIN, tmp_path / str(limit), data=toys.blobs())
+        resume(tmp_path / str(limit), data=toys.blobs())
+        assert_same_bits(bits(tmp_path / str(limit)), whole)

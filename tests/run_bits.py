@@ -1,0 +1,43 @@
+"""A run directory as bits: all that must be the same after a resume, and nothing that may differ (times)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fedstill.experiment import journal as journals
+from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.files import digest
+
+
+def bits(folder: Path) -> dict[str, Any]:
+    """Every file of a finished run by its path: its SHA-256, or, where times stand in it, its content without them."""
+    out: dict[str, Any] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "lock"):
+        name = path.relative_to(folder).as_posix()
+        if name == "journal.jsonl":
+            out[name] = [journals.without_times(e) for e in journals.read(path)]
+        elif name == "summary.json":
+            out[name] = journals.without_times(json.loads(path.read_bytes()))
+        elif path.parent.name == "checkpoints" and path.suffix == ".json":
+            manifest = json.loads(path.read_bytes())["manifest"]
+            out[name] = {k: v for k, v in manifest.items() if k != "journal"}
+        else:
+            out[name] = digest(path.read_bytes())
+    restored = Checkpoints(
+        folder / "checkpoints", digest((folder / "config.toml").read_bytes()), folder / "memory"
+    ).latest()
+    assert restored is not None
+    out["order"] = [list(restored.state.params), list(restored.state.extra)]
+    return out
+
+
+def assert_same_bits(got: dict[str, Any], want: dict[str, Any]) -> None:
+    """Name the first thing that differs."""
+    assert sorted(got) == sorted(want), sorted(set(got) ^ set(want))
+    for name in want:
+        if isinstance(want[name], list):
+            for number, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
+                assert a == b, f"{name}, line {number}"
+        assert got[name] == want[name], name
