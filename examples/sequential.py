@@ -2,8 +2,8 @@
 
     python examples/sequential.py
 
-Averaging of one model is that model, so FedAvg on a chain is sequential training (FedSeq); FedNTD on a chain distils from
-the model that was handed over. The run is stopped after some stages and resumed, to the same bits.
+The mean of one model is that model, so FedAvg on a chain is sequential training (FedSeq); FedNTD on a chain distils
+from the model that was handed over. Then a run is stopped after some stages and resumed, to the same bits.
 """
 
 import sys

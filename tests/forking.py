@@ -4,7 +4,7 @@ pytest's own process cannot be forked for this: torch has run there, and a child
 whose threads it does not have. Run as a program it reads one JSON task a line and answers with one line:
 
 folder: run there, or go on where a run was begun. setting: a name in SETTINGS. after: kill -9 after so many seconds.
-fault: [kind, nth, when], kill -9 before or after the nth call of that kind; "torn" is an fsync whose file is cut in half.
+fault: [kind, nth, when], kill -9 before or after the nth call of that kind; "torn": an fsync whose file is cut in half.
 """
 
 from __future__ import annotations

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import toys
 from fedstill.experiment import journal as journals
 from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.runner import Interrupted, Quiet, run
 from fedstill.files import digest
+
+Whole = Callable[[str], dict[str, Any]]
+"""The bits of a setting's uninterrupted run."""
 
 
 def bits(folder: Path) -> dict[str, Any]:
@@ -35,9 +44,28 @@ def bits(folder: Path) -> dict[str, Any]:
 
 def assert_same_bits(got: dict[str, Any], want: dict[str, Any]) -> None:
     """Name the first thing that differs."""
+    assert got["model.safetensors"] == want["model.safetensors"], "the final model differs"
     assert sorted(got) == sorted(want), sorted(set(got) ^ set(want))
     for name in want:
         if isinstance(want[name], list):
             for number, (a, b) in enumerate(zip(got[name], want[name], strict=True)):
                 assert a == b, f"{name}, line {number}"
         assert got[name] == want[name], name
+
+
+class StopAfter(Quiet):
+    """Asks the run to end after so many stages."""
+
+    def __init__(self, stages: int) -> None:
+        self.left = stages
+
+    def stop(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def stopped(experiment: Experiment, folder: Path, stages: int = 2) -> Path:
+    """The directory of a run that was stopped after so many stages."""
+    with pytest.raises(Interrupted):
+        run(experiment, folder, toys.blobs(), StopAfter(stages))
+    return folder

@@ -91,7 +91,7 @@ class BatchNormed(nn.Module):
 @method("toy_chain")
 @dataclass(frozen=True)
 class Chain(Method):
-    """Sequential: importance gathered by ``settle`` travels with the model, and clients remember how often they acted."""
+    """Sequential: importance gathered by ``settle`` travels with the model; clients remember how often they acted."""
 
     topology: ClassVar[str] = "sequential"
     plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
@@ -137,7 +137,7 @@ class ChainWork(ClientWork):
 @method("toy_logits")
 @dataclass(frozen=True)
 class Logits(Method):
-    """Public logits: clients of any architecture keep their models to themselves; the server learns from mean logits."""
+    """Public logits: clients of any architecture keep their models; the server learns from mean logits."""
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({"local", "teach_server", "distil"})

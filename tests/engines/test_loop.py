@@ -37,9 +37,11 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
     view = prepared.sites.view(0, STAGE)
     module = contract.build(view.model)
     module.load_state_dict(dict(prepared.world.initial(0)))
-    kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=plan.lr_at(2), momentum=plan.momentum, weight_decay=plan.weight_decay)}
-    kinds["adam"] = lambda p: torch.optim.Adam(p, lr=plan.lr_at(2), weight_decay=plan.weight_decay)
-    optimiser = kinds[plan.optimiser](module.parameters())
+    common = {"lr": plan.lr_at(2), "weight_decay": plan.weight_decay}
+    if plan.optimiser == "adam":
+        optimiser: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), **common)
+    else:
+        optimiser = torch.optim.SGD(module.parameters(), momentum=plan.momentum, **common)
     x, y = prepared.sites.inputs.plain(view.data.images), view.data.labels
     order = generator(seed_for(7, 2, 0, 0, "order"))
     for _ in range(plan.epochs):

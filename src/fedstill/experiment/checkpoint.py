@@ -72,7 +72,7 @@ class Checkpoints:
         name = _name(state.round, state.stage)
         write_whole(self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode())
         write_whole(self.folder / "LATEST", name.encode())
-        return self._prune(name)
+        return self.prune(state)
 
     def latest(self) -> Restored | None:
         """The newest checkpoint that is whole, or None if there never was one.
@@ -157,7 +157,9 @@ class Checkpoints:
         except BadPayload as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
-    def _prune(self, newest: str) -> list[str]:
+    def prune(self, state: State) -> list[str]:
+        """Delete what only older checkpoints than the last three up to a state's need; the memory files still needed."""
+        newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()

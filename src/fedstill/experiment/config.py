@@ -210,7 +210,7 @@ def _problem(error: Any, fields: Fields, where: str) -> str:
 def shown(value: Any) -> str:
     """A value as an error message shows it: on one line, and not longer than that."""
     try:
-        text = repr(value)
+        text = repr(list(value) if isinstance(value, tuple) else value)
     except (ValueError, RecursionError):  # an integer of thousands of digits, or tables in tables in tables
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"

@@ -131,7 +131,7 @@ def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
 
 
 def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Examples | None]:
-    size, own = settings["data"]["public"], settings["partition"]["seed"]
+    size, own = settings["data"]["public"], settings["partition"].get("seed")
     if size == 0:
         return train, None
     if size >= len(train):

@@ -146,6 +146,7 @@ class _Driver:
         self._check_sources()
         self.measuring.replay(journals.read(self.journal.path))
         self.engine.memory.index.update(restored.memory)
+        self.engine.memory.prune(self.checkpoints.prune(restored.state))
         return self._rounds(restored.state)
 
     def close(self) -> None:

@@ -1,0 +1,180 @@
+"""Configurations that cannot be: one line, the key at fault, its value, and what to write instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from fedstill.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
+from fedstill.experiment.config import Experiment, load
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+
+
+def problem(text: str, folder: Path, *overrides: str) -> str:
+    """The one line that says what is wrong with a config."""
+    path = folder / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settle(load(path, overrides))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "nearest"),
+    [
+        ("roundz = 3", "roundz", "rounds"),
+        ("[metod]\nname = 'x'", "metod", "method"),
+        ("[data]\nnam = 'digits'", "data.nam", "name"),
+        ("[clients]\nquorom = 1.0", "clients.quorom", "quorum"),
+        ("[plan]\nepoch = 1", "epoch", "epochs"),
+        ("[plan.train]\nbatsh = 1", "plan.train.batsh", "batch"),
+        ("[plan.trane]\nbatch = 1", "trane", "train"),
+        ("[method]\nname = 'fedntb'", "fedntb", "fedntd"),
+        ("[method]\nname = 'fedntd'\nbetta = 1.0", "betta", "beta"),
+        ("[model]\nname = 'lenet'", "lenet", "lenet5"),
+        ("[model]\nname = 'mlp'\nhiden = [3]", "hiden", "hidden"),
+        ("[partition]\nkind = 'dirichle'", "dirichle", "dirichlet"),
+        ("[partition]\nkind = 'dirichlet'\nalfa = 1.0", "alfa", "alpha"),
+        ("[topology]\nkind = 'paralel'", "paralel", "parallel"),
+        ("[topology]\nsampeld = 3", "sampeld", "sampled"),
+        ("measure = ['locale']", "locale", "local"),
+        ("[clients]\nmodels = ['mpl']", "mpl", "mlp"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_legal_name(text: str, key: str, nearest: str, tmp_path: Path) -> None:
+    message = problem(text, tmp_path)
+    assert f"{key}'" in message
+    assert f"did you mean {nearest!r}?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rounds = '3'", "rounds = '3'"),
+        ("rounds = 3.0", r"rounds = 3\.0"),
+        ("rounds = true", "rounds = True"),
+        ("rounds = 0", "rounds = 0"),
+        ("rounds = -4", "rounds = -4"),
+        ("rounds = 99999999999", "rounds = 99999999999"),
+        ("seed = -1", "seed = -1"),
+        ("seed = 9223372036854775808", "seed"),
+        ("seed = 1979-05-27", "seed = "),
+        ("seed = 0x" + "f" * 9999, "seed = a huge int"),
+        ("threads = 0", "threads"),
+        ("threads = [1]", "threads"),
+        ("threads = 'many'", "threads"),
+        ("engine = 'warp'", "engine = 'warp'"),
+        ("measure = 'local'", "measure = 'local'"),
+        ("measure = [3]", "measure"),
+        ("data = 3", "data = 3 must be a table"),
+        ("plan = 'x'", r"plan = 'x' must be a table, \[plan\]"),
+        ("method = 3", "method = 3 must be a table"),
+        ("method = []", r"method = \[\] must be a table"),
+        ("[plan]\ntrain = 3", r"plan\.train = 3 must be a table"),
+        ("[plan]\nlr = nan", r"plan\.train\.lr = nan"),
+        ("[plan]\nlr = inf", r"plan\.train\.lr = inf"),
+        ("[plan]\nlr = 0.0", r"plan\.train\.lr = 0\.0"),
+        ("[plan]\nlr = -1", r"plan\.train\.lr = -1"),
+        ("[plan]\nbatch = 0", r"plan\.train\.batch = 0"),
+        ("[plan]\nmomentum = 1.0", r"plan\.train\.momentum = 1\.0"),
+        ("[plan]\noptimiser = 'sgdd'", r"plan\.train\.optimiser = 'sgdd'"),
+        ("[plan]\nshuffle = 1", r"plan\.train\.shuffle = 1"),
+        ("[method]\nname = 'fedntd'\nbeta = -1.0", "beta = -1"),
+        ("[method]\nname = 'fedntd'\nbeta = nan", "beta = nan"),
+        ("[method]\nname = 'fedntd'\nbeta = 'x'", "beta = 'x'"),
+        ("[method]\nname = ['fedntd']", r"method\.name = \['fedntd'\]"),
+        ("[partition]\nalpha = 0", "alpha = 0"),
+        ("[topology]\nclients = 0", r"topology\.clients = 0"),
+        ("[topology]\nclients = [1]", r"topology\.clients = \[1\]"),
+        ("[partition]\nclients = {}", r"partition\.clients = \{\}"),
+        ("[topology]\nclients = 3\n[partition]\nclients = 4", r"topology\.clients = 3.*partition\.clients = 4"),
+        ("[topology]\nsampled = 0", "sampled = 0"),
+        ("[clients]\nquorum = 1.5", r"clients\.quorum = 1\.5"),
+        ("[clients]\nnorm_limit = inf", r"clients\.norm_limit = inf"),
+        ("[data]\npublic = -1", r"data\.public = -1"),
+        ("[data]\naugment = ['spin']", r"data\.augment"),
+        ("[data]\nname = '~nobody-here/x'", r"data\.name = '~nobody-here/x' cannot be a path"),
+        (f"[data]\nname = '{'x' * 5000}'", r"data\.name = 'x+… \(5002 characters\)"),
+        ("[privacy]\nepsilon = 1.0", r"privacy\.epsilon"),
+        ("rounds = 2\n[topology]\nkind = 'peer_to_peer'", "rounds: peer_to_peer is one shot"),
+        ("rounds = ", "not valid TOML"),
+        ("rounds = 1\nrounds = 2", "not valid TOML"),
+        ("x = " + "[" * 5000, "not valid TOML"),
+        ("seed = " + "9" * 5000, "not valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_one_line_with_the_key_and_the_value(text: str, words: str, tmp_path: Path) -> None:
+    assert re.search(words, problem(text, tmp_path))
+
+
+def test_all_that_is_wrong_in_a_table_is_said_at_once(tmp_path: Path) -> None:
+    message = problem("[plan]\nlr = -1.0\nbatch = 0\nepoch = 3", tmp_path)
+    assert all(words in message for words in ("plan.train.lr = -1.0", "plan.train.batch = 0", "unknown key"))
+    assert message.count("threads") == 0
+    assert problem("threads = 'x'", tmp_path).count("threads = ") == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("method.beta", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("metod.beta=3", "did you mean 'method'|unknown key 'metod.beta'"),
+        ("seed.x=1", "seed is a value, not a table"),
+        ("plan.train.x.y=1", "plan"),
+        ("method.=1", "unknown key|must be"),
+        (".=1", "unknown key"),
+    ],
+)
+def test_an_override_that_cannot_be_is_named(override: str, words: str, tmp_path: Path) -> None:
+    assert re.search(words, problem("seed = 3\n[method]\nname = 'fedntd'", tmp_path, override))
+
+
+def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the config .*nowhere\.toml"):
+        load(tmp_path / "nowhere.toml")
+    with pytest.raises(ConfigError, match="cannot read the config"):
+        load(tmp_path)
+    (tmp_path / "c.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"c\.toml is not valid TOML"):
+        load(tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"topology": {"clients": 6, "sampled": 7}}, ConfigError, r"topology\.sampled = 7 is more than the 6 clients"),
+        ({"topology": {"clients": 301}}, InfeasiblePartition, "dirichlet"),
+        ({"partition": {"kind": "sharding", "shards": 200}}, InfeasiblePartition, "shard"),
+        ({"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 51}}, InfeasiblePartition, "51|min_size"),
+        ({"data": {"public": 300}}, ConfigError, r"data\.public = 300 leaves nothing of 300"),
+        ({"data": {"train_size": 301}}, ConfigError, r"data\.train_size = 301 is more than the 300"),
+        ({"data": {"test_size": 101}}, ConfigError, r"data\.test_size = 101 is more than the 100"),
+        ({"model": "lenet5"}, ConfigError, "lenet5"),
+        (
+            {"method": "toy_peers", "topology": {"clients": 6, "students": [9]}},
+            ConfigError,
+            r"topology\.students names 9",
+        ),
+    ],
+)
+def test_what_the_data_cannot_give_is_refused_before_anything_is_trained(
+    changes: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words) as caught:
+        run(toys.toy(**{"rounds": 1, **changes}), tmp_path / "run", data=toys.blobs())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dataset_that_does_not_exist_is_named() -> None:
+    with pytest.raises((UnknownName, DataError), match="digitz"):
+        prepare(settle(Experiment(data="digitz")))

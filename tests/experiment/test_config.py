@@ -1,0 +1,131 @@
+"""Configurations: what is written is what is resolved, with its origin, and what is resolved resolves to itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstill.experiment import explain
+from fedstill.experiment.config import Experiment, as_toml, load, parse_overrides
+from fedstill.experiment.settings import Settings, as_experiment, settle
+from fedstill.methods.fedntd import FedNTD
+
+FULL = """
+seed = 3
+rounds = 7
+threads = [1, 2]
+measure = []
+[data]
+name = "digits"
+public = 50
+augment = ["flip"]
+[method]
+name = "fedntd"
+beta = 0.5
+[model]
+name = "mlp"
+hidden = [16]
+[partition]
+kind = "sharding"
+shards = 3
+[topology]
+clients = 12
+sampled = 4
+[plan]
+epochs = 2
+lr = 0.05
+[plan.train]
+batch = 25
+[clients]
+quorum = 0.75
+"""
+
+
+def settled(text: str, folder: Path, *overrides: str) -> Settings:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return settle(load(path, overrides))
+
+
+def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
+    settings = settled(FULL, tmp_path)
+    assert (settings["seed"], settings["rounds"], settings.many_threads, settings["measure"]) == (3, 7, (1, 2), ())
+    assert settings.method == FedNTD(beta=0.5)
+    assert (settings.clients, settings["topology"]["sampled"]) == (12, 4)
+    plan = settings.plans["train"]
+    assert (plan.epochs, plan.lr, plan.batch) == (2, 0.05, 25)
+    assert plan.momentum == FedNTD.plans["train"].momentum, "unset, the method's own plan counts"
+    assert settings["partition"] == {"kind": "sharding", "shards": 3, "seed": None} | settings["partition"]
+    assert settings.rules.quorum == 0.75
+
+
+def test_nothing_needs_to_be_said(tmp_path: Path) -> None:
+    settings = settled("", tmp_path)
+    assert (settings["method"]["name"], settings["data"]["name"], settings.clients) == ("fedavg", "digits", 20)
+    assert settings["partition"]["alpha"] == 0.1
+    assert settings.tree == settle(Experiment()).tree == settle(load(None)).tree
+
+
+def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Path) -> None:
+    settings = settled(FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs")
+    assert settings.method == FedNTD(beta=0.25)
+    assert (settings.plans["train"].lr, settings["seed"], settings["data"]["name"]) == (0.5, 9, "blobs")
+    origins = {key: origin for key, _, origin in explain.values(settings)}
+    assert origins["method.beta"] == origins["seed"] == origins["plan.train.lr"] == "command line"
+    assert origins["rounds"] == origins["topology.clients"] == origins["plan.train.batch"] == "file config.toml"
+    assert origins["plan.train.epochs"] == "file config.toml", "it stands in [plan]"
+    assert origins["clients.norm_limit"] == origins["plan.train.momentum"] == "default"
+
+
+@pytest.mark.parametrize("name", ["fedprox", "fedavg"])
+def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
+    assert settled(FULL, tmp_path, f"method={name}")["method"]["name"] == name
+    assert settled(f'method = "{name}"', tmp_path)["method"]["name"] == name
+    assert settle(Experiment(method=name))["method"]["name"] == name
+    moved = settled(FULL, tmp_path, "topology=sequential", "partition=iid")
+    assert (moved["topology"]["kind"], moved["partition"]["kind"], moved.clients) == ("sequential", "iid", 12)
+
+
+def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
+    settings = settled('data = "digits"\nmethod = "fedntd"', tmp_path, "data.public=50", "method.beta=2")
+    assert (settings["data"]["name"], settings["data"]["public"], settings.method) == ("digits", 50, FedNTD(beta=2.0))
+
+
+def test_a_method_can_be_given_as_an_object() -> None:
+    assert settle(Experiment(method=FedNTD(beta=0.3))).tree["method"]["beta"] == 0.3
+
+
+RELOADED = [
+    "",
+    FULL,
+    'method = "fedprox"\n[topology]\nkind = "sequential"',
+    '[topology]\nkind = "public_logits"\nsampled = 3',
+    'rounds = 1\n[topology]\nkind = "peer_to_peer"\nstudents = [1, 2]\n[partition]\nkind = "iid"\nseed = 5',
+    'seed = 9223372036854775807\n[data]\nname = "a\\"b\\\\c ü"\n[plan]\nlr = 1e-9\nweight_decay = 0.1\nshuffle = false',
+]
+
+
+@pytest.mark.parametrize("text", RELOADED)
+def test_a_resolved_config_that_is_loaded_again_resolves_to_itself(text: str, tmp_path: Path) -> None:
+    first = settled(text, tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    again = settled(as_toml(first.tree), tmp_path / "elsewhere")
+    assert again.tree == first.tree
+    assert as_toml(again.tree) == as_toml(first.tree)
+    assert settle(as_experiment(first)).tree == first.tree
+    assert (again.method, again.plans, again.topology) == (first.method, first.plans, first.topology)
+
+
+def test_a_folder_of_data_is_relative_to_the_config(tmp_path: Path) -> None:
+    settings = settled("[data]\nname = 'mnist'\nfolder = 'sets'", tmp_path)
+    assert settings["data"]["folder"] == str(tmp_path / "sets")
+
+
+def test_an_override_is_toml_or_else_a_string() -> None:
+    given = ("a=1", "b=x y", "c=[1, 2]", "d=true", "e='1'", "f=1\nseed=2", "g=" + "[" * 9999, "h=" + "9" * 9999)
+    values = parse_overrides(given)
+    assert (values["a"], values["b"], values["c"], values["d"], values["e"]) == (1, "x y", [1, 2], True, "1")
+    assert values["f"] == "1\nseed=2", "one override sets one key"
+    assert isinstance(values["g"], str)
+    assert isinstance(values["h"], str)

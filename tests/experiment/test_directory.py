@@ -1,0 +1,185 @@
+"""What a run's directory may have gone through: what is resumed all the same, and what is refused, by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.errors import ConfigError, CorruptFile, RunBusy, RunExists
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.runner import Interrupted, resume, run
+from forking import SETTINGS
+from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
+
+
+def append(text: bytes) -> Callable[[Path], None]:
+    return lambda p: p.write_bytes(p.read_bytes() + text)
+
+
+@pytest.mark.parametrize("text", [b'{"event":"round","round":9}\n', b'{"event":"rou', b"\xff\xff\n\n"])
+def test_what_a_journal_holds_beyond_the_checkpoint_is_dropped(text: bytes, whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    append(text)(folder / "journal.jsonl")
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole("parallel"))
+
+
+HARM = {
+    "shorter": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "shorter than"),
+    "empty": (lambda p: p.write_bytes(b""), "shorter than"),
+    "gone": (Path.unlink, "shorter than"),
+    "changed": (lambda p: p.write_bytes(p.read_bytes().replace(b'"round":1', b'"round":2', 1)), "changed"),
+}
+
+
+@pytest.mark.parametrize("how", HARM)
+def test_a_journal_that_is_not_the_one_that_was_written_is_refused(how: str, whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    kept = (folder / "journal.jsonl").read_bytes()
+    harm, words = HARM[how]
+    harm(folder / "journal.jsonl")
+    with pytest.raises(CorruptFile, match=words):
+        resume(folder, data=toys.blobs())
+    (folder / "journal.jsonl").write_bytes(kept)
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole("parallel"))
+
+
+def objects_of_the_newest(folder: Path) -> Path:
+    newest = max((folder / "checkpoints").glob("*.json"))
+    sha = json.loads(newest.read_text())["manifest"]["groups"]["params"]
+    return folder / "checkpoints" / "objects" / f"{sha}.safetensors"
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        lambda folder: max((folder / "checkpoints").glob("*.json")),
+        objects_of_the_newest,
+        lambda folder: max((folder / "memory").iterdir(), key=lambda p: p.stat().st_mtime_ns),
+    ],
+    ids=["manifest", "object", "memory"],
+)
+def test_a_damaged_newest_checkpoint_costs_a_stage_and_no_bit(
+    victim: Callable[[Path], Path], whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = stopped(SETTINGS["sequential"], tmp_path / "run", 5)
+    path = victim(folder)
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        resume(folder, data=toys.blobs())
+    assert "checkpoint passed over" in caplog.text
+    assert_same_bits(bits(folder), whole("sequential"))
+
+
+def test_leftovers_of_a_killed_process_are_swept_away(whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["sequential"], tmp_path / "run")
+    for place in (folder, folder / "checkpoints", folder / "checkpoints" / "objects", folder / "memory"):
+        (place / ".file.json.4711.part").write_bytes(b"half")
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole("sequential"))
+
+
+def test_a_directory_in_which_nothing_but_a_first_write_was_begun_is_free(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").touch()
+    (tmp_path / "run" / ".config.toml.4711.part").write_bytes(b"half")
+    with pytest.raises(RunExists, match="holds no run"):
+        resume(tmp_path / "run", data=toys.blobs())
+    run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
+    assert not list((tmp_path / "run").glob(".*.part"))
+
+
+def test_a_changed_config_is_refused(tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
+    with pytest.raises(CorruptFile, match="another configuration"):
+        resume(folder, data=toys.blobs())
+
+
+LOCKING = """
+import sys
+from filelock import FileLock
+with FileLock(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_directory_that_another_process_writes_is_busy(whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    other = subprocess.Popen(
+        [sys.executable, "-c", LOCKING, str(folder / "lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    with pytest.raises(RunBusy, match="another process"):
+        resume(folder, data=toys.blobs())
+    other.communicate()
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole("parallel"))
+
+
+def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    with pytest.raises(RunExists, match=r"not empty.*fedstill resume"):
+        run(SETTINGS["parallel"], folder, data=toys.blobs())
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("mine")
+    for out in ("file", "folder"):
+        with pytest.raises(RunExists, match=out):
+            run(toys.toy(rounds=1), tmp_path / out, data=toys.blobs())
+    with pytest.raises(ConfigError, match="cannot make the run's directory"):
+        run(toys.toy(rounds=1), tmp_path / "file" / "below", data=toys.blobs())
+    for out in ("nowhere", "file", "folder"):
+        with pytest.raises(RunExists, match=out):
+            resume(tmp_path / out)
+
+
+def test_a_config_that_cannot_be_read_back_is_named(tmp_path: Path) -> None:
+    for content in (b"\xff\xfe", b"seed = ", b"x = " + b"[" * 9999):
+        (tmp_path / "config.toml").write_bytes(content)
+        with pytest.raises(CorruptFile, match=r"config\.toml cannot be read"):
+            resume(tmp_path)
+
+
+MINE = """
+from dataclasses import dataclass
+from fedstill.method import Method
+from fedstill.registry import method
+
+@method("mine")
+@dataclass(frozen=True)
+class Mine(Method):
+    '''Averaging, under another name.'''
+"""
+
+
+def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    experiment = Experiment(**{**vars(toys.toy("mine.py")), "base": tmp_path})
+    run(experiment, tmp_path / "whole", data=toys.blobs())
+    with pytest.raises(Interrupted):
+        run(experiment, tmp_path / "run", toys.blobs(), StopAfter(1))
+    (tmp_path / "mine.py").write_text(MINE + "# another thought\n")
+    with pytest.raises(CorruptFile, match=r"mine\.py is not the file that the run was started with"):
+        resume(tmp_path / "run", data=toys.blobs())
+    (tmp_path / "mine.py").write_text(MINE)
+    resume(tmp_path / "run", data=toys.blobs())
+    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))

@@ -1,0 +1,239 @@
+"""A user's own method, model and partition: files beside the config, or import paths; and what is wrong with them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.errors import ConfigError
+from fedstill.experiment.config import load
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.result import Result
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+
+METHOD = """
+from dataclasses import dataclass
+from typing import Annotated
+from annotated_types import Interval
+from fedstill.method import Method
+from fedstill.registry import method
+
+@method("halfway")
+@dataclass(frozen=True)
+class Halfway(Method):
+    '''Go half of the way.'''
+    share: Annotated[float, Interval(gt=0, le=1)] = 0.5
+    copy: int = 1
+    model_size: int = 2
+
+    def fold(self, state, replies, stage, world):
+        mean = super().fold(state, replies, stage, world).params
+        return state.next(params={k: v + self.share * (mean[k] - v) for k, v in state.params.items()})
+
+def helper():
+    return 3
+"""
+MODEL = """
+from torch import nn
+from fedstill.registry import register
+
+@register("model", "tiny")
+class Tiny(nn.Module):
+    '''One linear layer.'''
+    def __init__(self, input_shape, classes, wide: int = 3):
+        super().__init__()
+        size = input_shape[0] * input_shape[1] * input_shape[2]
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(size, wide), nn.Linear(wide, classes))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+PARTITION = """
+import numpy as np
+from fedstill.registry import register
+
+@register("partition", "stripes")
+def stripes(labels, clients, width: int = 1):
+    '''Every so many-th example.'''
+    return [np.arange(c, len(labels), clients) for c in range(clients)]
+"""
+CONFIG = """
+rounds = 1
+threads = 1
+method = "halfway.py"
+partition = {kind = "stripes.py:stripes", clients = 3}
+model = {name = "tiny.py:Tiny", wide = 4}
+plan = {epochs = 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all tests: in one process a name can be registered by one file only."""
+    place = tmp_path_factory.mktemp("own")
+    for name, text in (("halfway.py", METHOD), ("tiny.py", MODEL), ("stripes.py", PARTITION), ("run.toml", CONFIG)):
+        (place / name).write_text(text)
+    return place
+
+
+def go(folder: Path, out: Path, *overrides: str) -> Result:
+    return run(load(folder / "run.toml", overrides), out, data=toys.blobs())
+
+
+def problem(folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        prepare(settle(load(folder / "run.toml", overrides)), toys.blobs())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_files_beside_the_config_are_used(folder: Path, tmp_path: Path) -> None:
+    result = go(folder, tmp_path / "run", "method.share=1.0")
+    assert result.model["layers.1.weight"].shape == (4, 16)
+    tree = settle(load(folder / "run.toml")).tree
+    assert tree["method"] == {"name": str(folder / "halfway.py"), "share": 0.5, "copy": 1, "model_size": 2}
+    assert tree["partition"]["kind"] == str(folder / "stripes.py") + ":stripes"
+
+
+def test_a_resolved_config_finds_them_from_anywhere(folder: Path, tmp_path: Path) -> None:
+    go(folder, tmp_path / "run")
+    assert settle(load(tmp_path / "run" / "config.toml")).tree == settle(load(folder / "run.toml")).tree
+
+
+def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = folder / "own_things"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "ways.py").write_text(METHOD.replace('"halfway"', '"halfway2"'))
+    monkeypatch.syspath_prepend(str(folder))
+    settings = settle(load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25")))
+    assert type(settings.method).__name__ == "Halfway"
+    assert settings["method"]["share"] == 0.25
+    for name in ("own_things", "own_things.ways"):
+        sys.modules.pop(name)
+
+
+def test_fields_of_ones_own_are_checked_like_all_others(folder: Path) -> None:
+    assert "share = 2.0" in problem(folder, "method.share=2.0")
+    assert "did you mean 'share'?" in problem(folder, "method.shar=1.0")
+    assert "copy = 'x'" in problem(folder, "method.copy='x'")
+    assert "did you mean 'wide'?" in problem(folder, "model.wid=3")
+    assert "seed" in problem(folder, "partition.seed=3"), "this partition draws nothing, so a seed is an unknown key"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("method=nowhere.py", r"there is no file .*nowhere\.py"),
+        ("method=halfway.py:Halfwai", "did you mean 'Halfway'"),
+        ("method=halfway.py:helper", r"method\.name = .* is a int, not a fedstill\.Method"),
+        ("method=tiny.py", "the file registers 0 of them"),
+        ("method=no_such_package.ways:Mine", "cannot import 'no_such_package.ways'"),
+        ("method=json:NoSuch", "unknown method 'NoSuch'"),
+        ("model=tiny.py:nn", "tiny|nn"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_named(override: str, words: str, folder: Path) -> None:
+    assert re.search(words, problem(folder, override))
+
+
+UNNAMED = {
+    "no module": ":Mine",
+    "a relative module": ".ways:Mine",
+    "a path too long": "x" * 300 + ".py",
+    "no path": "\0.py",
+    "a module that fails": "failing_on_import:Mine",
+    "a file that exits": "exits.py",
+}
+
+
+@pytest.mark.xfail(strict=True, reason="registry.lookup lets these errors of Python through", raises=BaseException)
+@pytest.mark.parametrize("how", UNNAMED)
+def test_a_name_that_cannot_be_imported_at_all_is_named(
+    how: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "failing_on_import.py").write_text("raise ValueError('not today')")
+    (folder / "exits.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError):
+        settle(load(folder / "run.toml").with_values({"method": UNNAMED[how]}, "test"))
+
+
+BROKEN = {
+    "syntax": ("def (", "SyntaxError"),
+    "raises": ("raise ValueError('first\\nsecond')", "ValueError: first"),
+    "imports": ("import no_such_thing_at_all", "no_such_thing_at_all"),
+    "divides": ("1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_file_that_cannot_be_imported_is_named_with_its_error(how: str, folder: Path) -> None:
+    text, words = BROKEN[how]
+    (folder / f"{how}.py").write_text(text)
+    with pytest.raises(ConfigError, match=rf"{how}\.py failed to import: .*{words}"):
+        settle(load(folder / "run.toml", (f"method={how}.py",)))
+
+
+BAD_METHODS = {
+    "unresolved": ("share: 'NoSuchType' = 1", "fields that cannot be read: .*NoSuchType"),
+    "unholdable": (
+        "share: 'object' = None\n    map: 'np.random.Generator | None' = None",
+        "type that a config cannot hold",
+    ),
+    "refusing": ("def __post_init__(self): raise ValueError('no luck')", "cannot be made from these fields: no luck"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_METHODS)
+def test_a_method_whose_fields_make_no_sense_is_named(how: str, folder: Path) -> None:
+    body, words = BAD_METHODS[how]
+    lines = (
+        METHOD.split("    def fold")[0]
+        .replace("halfway", how)
+        .replace("from typing", "import numpy as np\nfrom typing")
+    )
+    (folder / f"{how}.py").write_text(lines + "    " + body + "\n")
+    assert re.search(words, problem(folder, f"method={how}.py"))
+
+
+BAD_PARTITIONS = {
+    "raising": ("[][3]", "partition raising failed: IndexError"),
+    "few": ("[np.arange(9)]", "gave 1 parts for 3 clients"),
+    "empty": ("[np.arange(9), np.arange(0), np.arange(9)]", "client 1 gets no examples"),
+    "outside": ("[np.arange(3), np.arange(3, 6), np.array([300])]", "client 2 must get positions from 0 to 299"),
+    "below": ("[np.arange(3), np.array([-1]), np.arange(3, 6)]", "client 1 must get positions"),
+    "twice": ("[np.arange(3), np.arange(3), np.arange(3, 6)]", "gives an example to two clients"),
+    "floats": ("[np.arange(3.0) + 3 * c for c in range(3)]", "client 0 must get positions"),
+    "nothing": ("None", "partition nothing failed: TypeError"),
+    "ragged": ("[[[1], [2, 3]]] * 3", "partition ragged failed: ValueError"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_PARTITIONS)
+def test_a_partition_that_is_none_is_refused(how: str, folder: Path) -> None:
+    value, words = BAD_PARTITIONS[how]
+    text = PARTITION.replace("stripes", how)
+    text = text[: text.index("    return")] + f"    return {value}\n"
+    (folder / f"{how}.py").write_text(text)
+    assert words in problem(folder, f"partition={how}.py")
+
+
+BAD_MODELS = {
+    "raising": ("raise KeyError('gone')", "KeyError: 'gone'"),
+    "silent": ("raise RuntimeError", "cannot take images of shape"),
+    "other": ("return [x]", "gives a list, not logits"),
+    "narrow": ("return self.layers(x)[:, :2]", r"gives shape (2, 2), not (2, 5)"),
+}
+
+
+@pytest.mark.parametrize("how", BAD_MODELS)
+def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) -> None:
+    body, words = BAD_MODELS[how]
+    (folder / f"{how}_model.py").write_text(MODEL.replace("tiny", how).replace("return self.layers(x)", body))
+    assert words in problem(folder, f"model={how}_model.py")

@@ -1,0 +1,105 @@
+"""A run that was stopped goes on to the same bits; one that cannot go on says why. Kills are in test_kills.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from fedstill.errors import CorruptFile
+from fedstill.experiment.runner import Interrupted, Quiet, resume, run
+from forking import SETTINGS
+from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
+
+
+class Broken(Exception):
+    """Something in this process failed between two events."""
+
+
+class BreakAfterRound(Quiet):
+    """Fails when a round has been journaled and no checkpoint knows of it yet."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        raise Broken(event["round"])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
+    name: str, whole: Whole, tmp_path: Path
+) -> None:
+    folder, stops = stopped(SETTINGS[name], tmp_path / "run", 1), 1
+    while True:
+        try:
+            resume(folder, toys.blobs(), StopAfter(1))
+            break
+        except Interrupted:
+            stops += 1
+    assert stops == {"parallel": 3, "sequential": 8, "public_logits": 7, "peer_to_peer": 3}[name]
+    assert_same_bits(bits(folder), whole(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("parallel", 2), ("sequential", 3), ("public_logits", 1), ("public_logits", 3), ("peer_to_peer", 2)],
+)
+def test_a_run_stopped_once_goes_on_to_the_same_bits(name: str, stages: int, whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS[name], tmp_path / "run", stages)
+    result = resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole(name))
+    assert result.history[-1]["round"] == SETTINGS[name].rounds
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_round_that_was_journaled_before_the_end_is_not_journaled_twice(
+    name: str, whole: Whole, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with pytest.raises(Broken):
+        run(SETTINGS[name], folder, toys.blobs(), BreakAfterRound())
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole(name))
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(whole: Whole, tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["sequential"], tmp_path / "run", 1)
+    for path in (folder / "checkpoints").rglob("*.*"):
+        path.unlink()
+    (folder / "checkpoints" / "LATEST").unlink()
+    resume(folder, data=toys.blobs())
+    assert_same_bits(bits(folder), whole("sequential"))
+
+
+def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) -> None:
+    first = run(SETTINGS["parallel"], tmp_path / "run", data=toys.blobs())
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
+    again = resume(tmp_path / "run")
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+    assert (again.accuracy, again.forgetting, again.summary) == (first.accuracy, first.forgetting, first.summary)
+    assert again.history == first.history
+    assert all(torch.equal(again.model[k], first.model[k]) for k in first.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", b""),
+        ("summary.json", b"[1]"),
+        ("summary.json", b"{}"),
+        ("summary.json", b"\xff"),
+        ("model.safetensors", b"PK\x03\x04"),
+        ("model.safetensors", None),
+        ("journal.jsonl", b"{]\n"),
+        ("journal.jsonl", b"3\n"),
+        ("journal.jsonl", None),
+    ],
+)
+def test_a_finished_run_whose_files_are_damaged_says_which(name: str, content: bytes | None, tmp_path: Path) -> None:
+    run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
+    path = tmp_path / "run" / name
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(CorruptFile, match=name):
+        resume(tmp_path / "run", data=toys.blobs())
