@@ -128,14 +128,14 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     settings = settle(load(config, set_))
     screen = terminal.console()
     rows = [(key, _toml(value), origin) for key, value, origin in explained.values(settings)]
-    screen.print(terminal.table("", ["key", "value", "origin"], rows))
+    screen.print(terminal.table(["key", "value", "origin"], rows, words=3))
     if split:
         prepared = prepare(settings)
         screen.print()
-        screen.print(terminal.table("", ["what", "how much"], explained.arithmetic(prepared).lines()))
+        screen.print(terminal.table(["what", "how much"], explained.arithmetic(prepared).lines()))
         screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.split(counts, prepared.dataset.classes))
+        screen.print(terminal.split(counts, prepared.dataset.classes, screen.width))
     return 0
 
 
@@ -158,7 +158,7 @@ def list_(kind: Literal["method", "dataset", "partition", "model", "topology", "
             fields = ", ".join(f"{k}={_toml(d)}" if d is not ... else k for k, (_, d) in entry.fields.items())
             rows.append((name, entry.summary, *([fields] if kind else [])))
         columns = [one, "what it is", *(["fields"] if kind else [])]
-        screen.print(terminal.table("", columns, rows))
+        screen.print(terminal.table(columns, rows, words=3))
         screen.print()
     return 0
 
@@ -288,7 +288,7 @@ def _show(result: fedstill.Result) -> int:
         ("directory", str(result.directory)),
     ]
     screen = terminal.console()
-    screen.print(terminal.table("", [s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
     return 0
 
 

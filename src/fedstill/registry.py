@@ -55,7 +55,7 @@ class Entry:
     @property
     def summary(self) -> str:
         """One line that says what it is."""
-        return self.about or (inspect.getdoc(self.target) or "").split("\n")[0]
+        return (self.about or (inspect.getdoc(self.target) or "").split("\n")[0]).replace("``", "")
 
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:

@@ -186,7 +186,10 @@ BAD_METHODS = {
         "share: 'object' = None\n    map: 'np.random.Generator | None' = None",
         "type that a config cannot hold",
     ),
-    "refusing": ("def __post_init__(self): raise ValueError('no luck')", "cannot be made from these fields: no luck"),
+    "refusing": (
+        "def __post_init__(self): raise ValueError('no luck')",
+        "cannot be made from these fields: ValueError: no luck",
+    ),
 }
 
 

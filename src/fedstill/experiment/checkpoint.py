@@ -158,7 +158,7 @@ class Checkpoints:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
     def prune(self, state: State) -> list[str]:
-        """Delete what only older checkpoints than the last three up to a state's need; the memory files still needed."""
+        """Delete what the last three checkpoints up to a state's don't need; the memory files that they do need."""
         newest = _name(state.round, state.stage)
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()

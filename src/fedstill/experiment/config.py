@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tomli_w
-from pydantic import ConfigDict, Field, PydanticUserError, ValidationError, create_model
 
 from fedstill import registry
-from fedstill.errors import ConfigError, UnknownName, suggestion
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.checking import Fields, checked, on_one_line, shown
 from fedstill.fields import Count, CountOrZero, Positive, PositiveShare, Seed
 from fedstill.records import Plan
-
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-Fields = dict[str, tuple[Any, Any]]
 
 TOP: Fields = {
     "seed": (Seed, 0),
@@ -166,21 +162,6 @@ def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
     return grid
 
 
-def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Every field's value, given or by default; raises ConfigError with one line for all that is wrong."""
-    slots = {f"field{i}": (hint, Field(default, alias=k)) for i, (k, (hint, default)) in enumerate(fields.items())}
-    lists_as_tuples = {str(k): tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    try:
-        model = create_model("Table", __config__=STRICT, **slots)  # type: ignore[call-overload]
-        found = model.model_validate(lists_as_tuples)
-    except PydanticUserError as error:
-        raise ConfigError(f"{where}: a field has a type that a config cannot hold: {_line(error)}") from error
-    except ValidationError as error:
-        problems = {str(e["loc"][0]): _problem(e, fields, where) for e in reversed(error.errors())}
-        raise ConfigError("; ".join(reversed(problems.values()))) from None
-    return {k: getattr(found, slot) for slot, k in zip(slots, fields, strict=True)}
-
-
 def plan_for(default: Plan, given: Mapping[str, Any], where: str) -> Plan:
     """A plan with some of its fields replaced."""
     return Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in PLAN.items()}, given, where))
@@ -195,29 +176,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items() if v is not None}
     return [_plain(v) for v in value] if isinstance(value, (tuple, list)) else value
-
-
-def _problem(error: Any, fields: Fields, where: str) -> str:
-    key = str(error["loc"][0])
-    name = f"{where}.{key}" if where else key
-    if error["type"] == "extra_forbidden":
-        return f"unknown key {name!r}; {suggestion(key, fields)}"
-    if error["type"] == "missing":
-        return f"{name} is missing, and has no default"
-    return f"{name} = {shown(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"
-
-
-def shown(value: Any) -> str:
-    """A value as an error message shows it: on one line, and not longer than that."""
-    try:
-        text = repr(list(value) if isinstance(value, tuple) else value)
-    except (ValueError, RecursionError):  # an integer of thousands of digits, or tables in tables in tables
-        text = f"a huge {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -254,7 +212,7 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
         fields = entry.fields
         seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
     except (NameError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {_line(error)}") from error
+        raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
     if seeded:
         fields["seed"] = (Seed | None, None)
     for key, value in DEFAULTS.get(name, {}).items():

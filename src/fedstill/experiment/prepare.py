@@ -20,6 +20,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
+from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.keys import generator, seed_for
@@ -93,7 +94,7 @@ def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> li
     try:
         parts = [np.asarray(part) for part in cached(entry.target, labels, clients=settings.clients, **fields)]
     except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"partition {entry.name} failed: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"partition {entry.name} failed: {on_one_line(error)}") from error
     if len(parts) != settings.clients:
         raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
     for client, part in enumerate(parts):
@@ -190,8 +191,8 @@ def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:
     except FedstillError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ConfigError(f"model {spec} cannot take images of shape {tuple(images.shape[1:])}: {reason}") from error
+        shape = tuple(images.shape[1:])
+        raise ConfigError(f"model {spec} cannot take images of shape {shape}: {on_one_line(error)}") from error
     if not isinstance(out, torch.Tensor):
         raise ConfigError(f"model {spec} gives a {type(out).__name__}, not logits")
     if out.shape != (len(images), spec.classes):

@@ -10,7 +10,8 @@ from typing import Any
 
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, checked, fields_of, plan_for, shown
+from fedstill.experiment.checking import checked, on_one_line, shown
+from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, fields_of, plan_for
 from fedstill.fields import Count
 from fedstill.method import Method
 from fedstill.records import Plan
@@ -97,7 +98,7 @@ def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tup
     try:
         built = entry.build(**{k: v for k, v in values.items() if k != key})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{kind} {entry.name} cannot be made from these fields: {error}") from error
+        raise ConfigError(f"{kind} {entry.name} cannot be made from these fields: {on_one_line(error)}") from error
     if kind == "method" and not isinstance(built, Method):
         raise ConfigError(f"{kind}.{key} = {entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
     return built, values
@@ -135,7 +136,7 @@ def _place(path: str, base: Path | None, key: str) -> Path:
         place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
         place.exists()
     except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"{key} = {shown(path)} cannot be a path: {error}") from error
+        raise ConfigError(f"{key} = {shown(path)} cannot be a path: {on_one_line(error)}") from error
     return place
 
 

@@ -38,28 +38,35 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A plain table; the first column is left-aligned, the others right."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
+    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers."""
     widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
-    out = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    out = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold", min_width=min(widths[i], 60))
+        narrow = 0 if 0 < i < words else min(widths[i], 60)
+        out.add_column(column, justify="left" if i < words else "right", overflow="fold", min_width=narrow)
     for row in rows:
         out.add_row(*row)
     return out
 
 
-def split(counts: Sequence[Sequence[int]], classes: Sequence[str], most: int = 40) -> Text:
-    """The split drawn: a row for each client, a column for each class, darker where the client has more."""
-    top = max((max(row) for row in counts), default=0) or 1
-    wide = max(len(str(len(counts) - 1)), 6)
-    text = Text(f"{'client':>{wide}}  classes 0–{len(classes) - 1}: {', '.join(classes[:12])}")
-    text.append(" …\n" if len(classes) > 12 else "\n")
-    for client, row in enumerate(counts[:most]):
-        cells = "".join(2 * SHADES[min(4, -(-4 * n // top))] for n in row)
-        text.append(f"{client:>{wide}}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in row)} classes\n")
+def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
+    """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more."""
+    room = max(10, width - 40)
+    grouped = -(-len(classes) // room)
+    wide = 2 if 2 * len(classes) <= room else 1
+    rows = [[sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts]
+    top = max((max(row) for row in rows), default=0) or 1
+    names = ", ".join(classes)
+    text = Text(
+        f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ", no_wrap=True, overflow="ellipsis"
+    )
+    text.append(f"a mark is {'a class' if grouped == 1 else f'{grouped} classes'}, a full one {top:,} examples\n")
+    for client, row in enumerate(rows[:most]):
+        cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
+        text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
     if len(counts) > most:
-        text.append(f"{'…':>{wide}}  and {len(counts) - most} more clients\n")
+        text.append(f"{'…':>6}  and {len(counts) - most} more clients\n")
     return text
 
 
@@ -73,7 +80,7 @@ def results(compared: Sequence[Group]) -> Table:
         found = [group.mean_spread(m.key) for m in shown]
         cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(found, shown, strict=True)]
         rows.append([group.label, *cells, str(len(group.seeds)) + ("" if group.finished else ", unfinished")])
-    return table("", ["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
+    return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
 
 
 class CompareBar:
