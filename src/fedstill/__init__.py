@@ -39,7 +39,7 @@ _HOMES = {
     "run": "fedstill.experiment.runner",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,10 @@ def weighted_mean(
     """The mean of one group of the replies, weighted by their numbers of examples, or uniform.
 
     Buffers are averaged too; integer entries are the first client's. Replies of clients without examples weigh nothing,
-    unless none has any. Source: McMahan et al. (2017), Algorithm 1; FedNTD eq. 2 (Reading: Algorithm 1 prints the uniform
-    mean; the code and eq. 2 weigh by size).
+    unless none has any.
+
+    Source: McMahan et al. (2017), Algorithm 1; FedNTD, eq. 2.
+    Reading: FedNTD's Algorithm 1 prints the uniform mean; its code and eq. 2 weigh by size.
     """
     ordered = sorted(replies, key=lambda r: r.client)
     sizes = [float(r.examples) for r in ordered]

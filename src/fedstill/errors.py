@@ -23,7 +23,8 @@ class UnknownName(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], where: str = "") -> None:
         self.name = name
-        super().__init__(f"{where + ': ' if where else ''}unknown {what} {name!r}; {suggestion(name, known)}")
+        said = name if len(name) <= 80 else name[:79] + "…"
+        super().__init__(f"{where + ': ' if where else ''}unknown {what} {said!r}; {suggestion(name, known)}")
 
 
 class DataError(ConfigError):

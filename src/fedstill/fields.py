@@ -1,4 +1,4 @@
-"""Legal ranges of hyper-parameters, written once at the field: the config, the constructors and the docs read them there."""
+"""Legal ranges of hyper-parameters, written once at the field, where config, constructors and documents read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Randomness by key, not by stream: every seed is a hash of what it is for, so nothing needs to be saved or restored."""
+"""Randomness by key, not by stream: every seed is a hash of what it is for, so nothing needs to be saved."""
 
 from __future__ import annotations
 

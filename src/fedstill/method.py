@@ -109,8 +109,8 @@ def run_round(
 ) -> State:
     """One round, from the stage that the state names: the same for every method, topology and engine.
 
-    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed), Diverged
-    if parameters blow up. The state of the last good stage is the one last given to ``watch``.
+    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed), and
+    Diverged if parameters blow up. The state of the last good stage is the one last given to ``watch``.
     """
     if state.stage == 0:
         state = method.open(state, stages, world)
@@ -167,6 +167,6 @@ def _guard(state: State, stage: Stage, replies: Sequence[Reply], world: World) -
     sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
     worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
     raise Diverged(
-        f"round {stage.round}, stage {stage.name!r}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; "
-        f"the largest came from client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
+        f"round {stage.round}, stage {stage.name!r}: the parameters' norm is {norm:.3g}, over the guard of "
+        f"{limit:.3g}; the largest came from client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
     )

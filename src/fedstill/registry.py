@@ -1,8 +1,8 @@
 """Finds methods, models, datasets, partitions, topologies and measures by name, by file or by import path.
 
-A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of that
-kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"`` where the
-file registers one) or an import path (``"package.module:FedMine"``): nobody has to edit this package.
+A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of
+that kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"``
+where the file registers one) or an import path (``"package.module:FedMine"``): nobody has to edit this package.
 """
 
 from __future__ import annotations
@@ -79,6 +79,9 @@ class Entry:
 
 _entries: dict[tuple[str, str], Entry] = {}
 
+_USER = "fedstill_user_"
+"""How modules made from users' files begin; what they register is found by its file: two files may share a name."""
+
 
 def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
     """Register a class or function under a name; with ``preset``, a registered setting of it (no copy).
@@ -88,10 +91,12 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
 
     def decorate(target: T) -> T:
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
-        old = _entries.get((kind, name))
-        if old is not None and old.target.__module__ != entry.target.__module__:
+        home = entry.target.__module__
+        key = f"{home}:{name}" if home.startswith(_USER) else name
+        old = _entries.get((kind, key))
+        if old is not None and old.target.__module__ != home:
             raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
-        _entries[kind, name] = entry
+        _entries[kind, key] = entry
         return target
 
     return decorate
@@ -105,7 +110,7 @@ def method(name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
 def names(kind: str) -> list[str]:
     """The registered names of a kind, sorted."""
     _import_home(kind)
-    return sorted(n for k, n in _entries if k == kind)
+    return sorted(n for k, n in _entries if k == kind and not n.startswith(_USER))
 
 
 def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
@@ -119,12 +124,8 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
     path, _, attribute = name.partition(":")
     if path.endswith(".py"):
         return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
-    if attribute:
-        try:
-            module = importlib.import_module(path)
-        except ImportError as error:
-            raise ConfigError(f"{kind} {name!r}: cannot import {path!r}: {error}") from error
-        return _of_module(kind, name, module, attribute)
+    if path and attribute:
+        return _of_module(kind, name, _imported(path, lambda: importlib.import_module(path)), attribute)
     raise UnknownName(kind, name, names(kind))
 
 
@@ -147,23 +148,39 @@ def _import_home(kind: str) -> None:
 
 
 def _import_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = path.expanduser().resolve()
+        there = path.is_file()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
+    if not there:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
-    name = f"fedstill_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    name = f"{_USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported as a Python file")
-    module = importlib.util.module_from_spec(spec)
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
     sys.modules[name] = module
+
+    def execute() -> ModuleType:
+        loader.exec_module(module)
+        return module
+
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
+        return _imported(str(path), execute)
+    except ConfigError:
         del sys.modules[name]
-        raise ConfigError(f"{path} failed to import: {type(error).__name__}: {error}") from error
-    return module
+        raise
+
+
+def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """A user's module; whatever its code raises while it is imported is one named error."""
+    try:
+        return load()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what} failed to import: {type(error).__name__}: {error}") from error
 
 
 def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:

@@ -26,7 +26,7 @@ class Topology(Protocol):
 
 
 def sample(world: World, round: int, count: int | None) -> list[int]:
-    """Distinct clients of a round in the order drawn, uniformly by key; all, shuffled, if there are not more than asked."""
+    """Distinct clients of a round in the order drawn, uniformly by key; by default ten, or all if there are fewer."""
     draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
     order = torch.randperm(world.clients, generator=draw).tolist()
     return order[: min(10, world.clients) if count is None else count]
@@ -51,8 +51,8 @@ class _Sampled:
 class Parallel(_Sampled):
     """All sampled clients train side by side; the server folds their replies.
 
-    ``server``: a stage of this name follows in which the server works on public data (FedDF). ``first``: a stage of this
-    name stands before round 1's, ``last``: one after the last round's, each for all clients (FedMD, FT-FedAvg).
+    ``server``: a stage of this name follows in which the server works on public data (FedDF). ``first``: a stage of
+    this name stands before round 1's, ``last``: one after the last round's, each for all clients (FedMD, FT-FedAvg).
     """
 
     server: str = ""
@@ -83,7 +83,7 @@ class Sequential(_Sampled):
 @register("topology", "public_logits")
 @dataclass(frozen=True)
 class PublicLogits(_Sampled):
-    """Clients train on their own data and send logits on public data; the server learns from their mean, then they do."""
+    """Clients train on their own data and send logits on public data, from which the server and then they learn."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         clients = tuple(sorted(self.drawn(round, world)))
@@ -99,7 +99,7 @@ class PublicLogits(_Sampled):
 @register("topology", "peer_to_peer")
 @dataclass(frozen=True)
 class PeerToPeer:
-    """Every client fits its own model in round 1; students then learn from their peers' models, and refine what they have.
+    """Every client fits its own model in round 1; students then learn from their peers' models, and refine.
 
     ``students``: ids of the clients that learn; empty, all do.
     """
@@ -109,8 +109,9 @@ class PeerToPeer:
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = tuple(range(world.clients))
         students = tuple(sorted(set(self.students))) or everyone
-        if not set(students) <= set(everyone):
-            raise ConfigError(f"topology.students names {max(students)}; clients are 0 to {world.clients - 1}")
+        strangers = sorted(set(students) - set(everyone))
+        if strangers:
+            raise ConfigError(f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}")
         fit = [Stage(round, 0, "fit", everyone)] if round == 1 else []
         return _numbered([*fit, Stage(round, 0, "transfer", students), Stage(round, 0, "refine", students)])
 

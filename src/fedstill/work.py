@@ -12,7 +12,7 @@ from fedstill.records import NOTHING, Carry, Payload, Ran, Step, Tensors, View, 
 class ClientWork:
     """The client's half of a method. It holds no state, no loop over batches, no device, no file and no seed.
 
-    As it stands it is plain local training: start from the parameters received, cross-entropy, send the parameters back.
+    As it stands it is plain local training: the parameters received, cross-entropy, the parameters sent back.
     """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:

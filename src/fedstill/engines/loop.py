@@ -215,7 +215,7 @@ class _Sums:
 
 
 def _epochs(n: int, plan: Plan, draw: torch.Generator) -> Iterator[list[Tensor]]:
-    """Batches of positions, epoch by epoch; with ``plan.steps`` as many epochs as those need. The last batch is kept."""
+    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
     if n == 0:
         return
     left = plan.steps

@@ -14,7 +14,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
-from fedstill.errors import FedstillError
+from fedstill.errors import CorruptFile, FedstillError
 from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.work import ClientWork
@@ -51,7 +51,10 @@ class SerialEngine:
     measured: frozenset[int] = frozenset()
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies of the clients that were sent something; an exception in a client becomes its reply's failure."""
+        """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
+
+        Raises CorruptFile for a damaged memory: to go on without that client would give other bits than before.
+        """
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
         return [self._reply(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
 
@@ -62,6 +65,8 @@ class SerialEngine:
     def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         try:
             return self._work(work, stage, client, down, seed)
+        except CorruptFile:
+            raise
         except FedstillError as error:
             reason = str(error)
         except Exception as error:

@@ -153,12 +153,15 @@ def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
 
     >>> parse_grid(("method.beta=0.1,1", "partition=iid,sharding"))
     {'method.beta': [0.1, 1], 'partition': ['iid', 'sharding']}
+    >>> parse_grid(("model.hidden=[8],[8, 8]",))
+    {'model.hidden': [[8], [8, 8]]}
     """
     grid = {}
     for text in texts:
         key, _, values = text.partition("=")
-        each = [parse_overrides((f"{key}={value}",)) for value in values.split(",")]
-        grid[key.strip()] = [value for one in each for value in one.values()]
+        (whole,) = parse_overrides((f"{key}=[{values}]",)).values()
+        words = [] if isinstance(whole, list) else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
+        grid[key.strip()] = whole if isinstance(whole, list) else [v for word in words for v in word.values()]
     return grid
 
 

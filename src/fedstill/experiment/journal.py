@@ -37,7 +37,7 @@ class Journal:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event; a number that is not finite is written as null."""
-        line = json.dumps({"event": event, **_plain(values)}, separators=(",", ":"), allow_nan=False)
+        line = json.dumps({"event": event, **plain(values)}, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
         try:
@@ -102,9 +102,10 @@ def without_times(value: Any) -> Any:
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON has it: numbers that are not finite become null."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

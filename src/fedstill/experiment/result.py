@@ -49,6 +49,7 @@ class Result:
 def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean."""
     accuracies = [e["accuracy"] for e in history]
+    seen = [a for a in accuracies if a is not None]
     return {
         "method": settings["method"]["name"],
         "dataset": settings["data"]["name"],
@@ -58,8 +59,8 @@ def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds
         "rounds": settings["rounds"],
         "seed": settings["seed"],
         "accuracy": accuracies[-1],
-        "best_accuracy": max(accuracies),
-        "mean_accuracy_last_10": sum(accuracies[-10:]) / len(accuracies[-10:]),
+        "best_accuracy": max(seen, default=None),
+        "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,
         "forgetting": history[-1]["forgetting"],
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
@@ -72,4 +73,4 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
     """Write ``model.safetensors`` and then ``summary.json``, whose presence says that the run is finished."""
     params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
     write_whole(folder / "model.safetensors", safetensors.torch.save(params))
-    write_whole(folder / "summary.json", json.dumps(summary, indent=2).encode())
+    write_whole(folder / "summary.json", json.dumps(journals.plain(summary), indent=2).encode())

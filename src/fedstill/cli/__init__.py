@@ -1,0 +1,33 @@
+"""The command line. Exit code 0: done; 2: it cannot be done as it was written; 1: it failed."""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import CycloptsError
+
+from fedstill.cli import comparisons, runs
+from fedstill.cli.app import app, say
+from fedstill.errors import FedstillError
+
+__all__ = ["app", "call", "comparisons", "main", "runs"]
+
+
+def main() -> None:
+    """Run the command in ``sys.argv`` and exit."""
+    sys.exit(call(sys.argv[1:]))
+
+
+def call(tokens: list[str]) -> int:
+    """Run one command; its exit code. What is wrong is one line on the standard error."""
+    try:
+        result = app(tokens, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        return say(str(error), 2)
+    except FedstillError as error:
+        return say(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return say("ended at once; what was finished is kept", 1)
+    except BrokenPipeError:
+        return 1
+    return result if isinstance(result, int) else 0

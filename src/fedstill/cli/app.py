@@ -1,0 +1,38 @@
+"""The app that all commands belong to, the options they share, and how an error is said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, get_args
+
+from cyclopts import App, Parameter, Token, validators
+
+import fedstill
+
+app = App(
+    name="fedstill",
+    help="Federated learning that does not forget: train, measure and compare methods when clients' data differ.",
+    version=fedstill.__version__,
+    result_action="return_value",
+)
+
+
+def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
+    """``1,2,3`` as a tuple; each part is converted, so that a wrong one is named."""
+    one = get_args(type_)[0]
+    return tuple(one(part.strip()) for token in tokens for part in token.value.split(",") if part.strip())
+
+
+Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
+Seeds = Annotated[tuple[int, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
+Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)]
+Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+Settings = Annotated[tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False)]
+Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")]
+
+
+def say(text: str, code: int) -> int:
+    """One line on the standard error; the exit code is handed through."""
+    print(f"fedstill: {' '.join(text.split())}", file=sys.stderr)
+    return code

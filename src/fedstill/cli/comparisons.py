@@ -1,0 +1,124 @@
+"""Commands for several runs: compare, demo, report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
+
+if TYPE_CHECKING:
+    from fedstill.experiment.compare import Variant
+
+
+@app.command
+def compare(
+    config: Path | None = None,
+    *,
+    methods: Names = (),
+    seeds: Seeds = (),
+    grid: Grid = (),
+    out: Path | None = None,
+    jobs: Jobs = None,
+    set_: Settings = (),
+    tensorboard: bool = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run several methods, settings and seeds side by side, print one table, and write a report.
+
+    The same command goes on where it was stopped; finished runs are left alone.
+
+    Parameters
+    ----------
+    config: What all runs have in common, a TOML file. Unset, the defaults.
+    methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
+    seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
+    grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
+    out: The directory of all runs and the report. Unset, one is made under runs/.
+    jobs: How many runs at once. Unset, one a core, as far as memory goes.
+    set_: A value over the file's, as key=value. May be repeated.
+    tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment import compare as compared
+    from fedstill.experiment.config import load, parse_grid
+
+    experiment = load(config, set_)
+    folder = out or compared.new_folder("compare")
+    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid))
+    return _compare(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
+
+
+@app.command
+def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show who forgets.
+
+    Parameters
+    ----------
+    seeds: Seeds of the runs.
+    out: The directory of all runs and the report. Unset, one is made under runs/.
+    jobs: How many runs at once. Unset, one a core, as far as memory goes.
+    quiet: No progress bar.
+    """
+    from importlib import resources
+
+    from fedstill.experiment import compare as compared
+    from fedstill.experiment.config import load
+
+    with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
+        experiment = load(path)
+    folder = out or compared.new_folder("demo")
+    runs = compared.variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
+    return _compare(runs, folder, jobs, quiet=quiet)
+
+
+@app.command
+def report(*directories: Path, out: Path | None = None, tensorboard: Path | None = None) -> int:
+    """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
+
+    Parameters
+    ----------
+    directories: Directories of runs, or with runs below them.
+    out: The page. Unset, report.html in the first directory.
+    tensorboard: Also write TensorBoard scalars to this directory.
+    """
+    from fedstill.errors import ConfigError
+    from fedstill.report.page import write_page
+    from fedstill.report.trackers import export_tensorboard
+
+    if not directories:
+        raise ConfigError("report: name at least one directory of runs")
+    print(write_page(directories, out or directories[0] / "report.html"))
+    if tensorboard is not None:
+        export_tensorboard(directories, tensorboard)
+        print(tensorboard)
+    return 0
+
+
+def _compare(runs: Sequence[Variant], folder: Path, jobs: int | None, *, quiet: bool, tensorboard: bool = False) -> int:
+    from fedstill.experiment import compare as compared
+    from fedstill.report import terminal
+
+    with terminal.CompareBar(sum(compared.rounds_of(v) for v in runs), quiet=quiet) as bar:
+        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show)
+    screen = terminal.console()
+    begun = [o.variant.folder for o in outcomes if o.done]
+    if begun:
+        from fedstill.report.groups import groups
+        from fedstill.report.page import write_page
+
+        screen.print(terminal.results(groups(begun)))
+        screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
+        if tensorboard:
+            from fedstill.report.trackers import export_tensorboard
+
+            export_tensorboard(begun, folder / "tensorboard")
+            screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)
+    worst = 0
+    for o in outcomes:
+        if o.problem:
+            worst = max(worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code))
+        elif o.state == "waiting":
+            worst = max(worst, 1)
+    return worst

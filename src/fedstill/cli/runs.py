@@ -1,0 +1,135 @@
+"""Commands for one run, and for what there is to run: run, resume, explain, list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import fedstill
+from fedstill.cli.app import Quiet, Settings, app, say
+
+
+@app.command
+def run(config: Path, *, out: Path | None = None, set_: Settings = (), quiet: Quiet = False) -> int:
+    """Run one experiment to its end.
+
+    Parameters
+    ----------
+    config: The experiment, a TOML file.
+    out: The run's directory, new or empty. Unset, one is made under runs/.
+    set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment import runner
+    from fedstill.experiment.config import load
+    from fedstill.experiment.settings import settle
+    from fedstill.report.terminal import Bar
+
+    experiment = load(config, set_)
+    settings = settle(experiment)
+    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+        try:
+            result = runner.run(experiment, out, watch=bar)
+        except runner.Interrupted as stopped:
+            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+    return _show(result)
+
+
+@app.command
+def resume(directory: Path, *, quiet: Quiet = False) -> int:
+    """Go on with a run that was stopped or killed, to the same bits as if it had not been.
+
+    Parameters
+    ----------
+    directory: The run's directory.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment import runner
+    from fedstill.report.terminal import Bar
+
+    settings = runner.settings_of(directory)
+    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+        try:
+            result = runner.resume(directory, watch=bar)
+        except runner.Interrupted as stopped:
+            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+    return _show(result)
+
+
+@app.command
+def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
+    """Show every resolved value with its origin, the arithmetic of a run, and how the data are split.
+
+    Parameters
+    ----------
+    config: The experiment, a TOML file. Unset, the defaults.
+    set_: A value over the file's, as key=value. May be repeated.
+    split: Read the data, and draw clients × classes.
+    """
+    from fedstill.experiment import explain as explained
+    from fedstill.experiment.config import load
+    from fedstill.experiment.prepare import prepare
+    from fedstill.experiment.settings import settle
+    from fedstill.report import terminal
+
+    settings = settle(load(config, set_))
+    screen = terminal.console()
+    rows = [(key, _toml(value), origin) for key, value, origin in explained.values(settings)]
+    screen.print(terminal.table(["key", "value", "origin"], rows, words=3))
+    if split:
+        prepared = prepare(settings)
+        screen.print()
+        screen.print(terminal.table(["what", "how much"], explained.arithmetic(prepared).lines()))
+        screen.print()
+        counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
+        screen.print(terminal.split(counts, prepared.dataset.classes, screen.width))
+    return 0
+
+
+@app.command(name="list")
+def list_(kind: Literal["method", "dataset", "partition", "model", "topology", "measure"] | None = None) -> int:
+    """Show what there is: methods, datasets, partitions, models, topologies, measures; one line each.
+
+    Parameters
+    ----------
+    kind: Only this kind, with the fields that a config may set.
+    """
+    from fedstill import registry
+    from fedstill.report import terminal
+
+    screen = terminal.console()
+    for one in [kind] if kind else list(registry.HOMES):
+        rows = []
+        for name in registry.names(one):
+            entry = registry.lookup(one, name)
+            fields = ", ".join(f"{k}={_toml(d)}" if d is not ... else k for k, (_, d) in entry.fields.items())
+            rows.append((name, entry.summary, *([fields] if kind else [])))
+        columns = [one, "what it is", *(["fields"] if kind else [])]
+        screen.print(terminal.table(columns, rows, words=3))
+        screen.print()
+    return 0
+
+
+def _show(result: fedstill.Result) -> int:
+    from fedstill.report import terminal
+
+    s = result.summary
+    rows = [
+        ("accuracy, last round", terminal.percent(s["accuracy"])),
+        ("accuracy, best round", terminal.percent(s["best_accuracy"])),
+        ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
+        ("forgetting", f"{s['forgetting']:.4f}"),
+        ("seconds", f"{s['seconds']:.1f}"),
+        ("directory", str(result.directory)),
+    ]
+    screen = terminal.console()
+    screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    return 0
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return "unset" if value is None else f'"{value}"' if isinstance(value, str) else str(value)
