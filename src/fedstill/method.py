@@ -166,7 +166,8 @@ def _guard(state: State, stage: Stage, replies: Sequence[Reply], world: World) -
         return
     sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
     worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
+    where = f"round {stage.round}, stage {stage.name!r}"
     raise Diverged(
-        f"round {stage.round}, stage {stage.name!r}: the parameters' norm is {norm:.3g}, over the guard of "
-        f"{limit:.3g}; the largest came from client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
+        f"{where}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the largest came from client "
+        f"{worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
     )
