@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.records import Reply
+from fedstill.records import Reply, Tensors
 
 Weighting = Literal["examples", "uniform"]
 
@@ -29,3 +29,33 @@ def weighted_mean(
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)
     return trees.mean([r.up.tensors(group) for r in ordered], sizes)
+
+
+def effective_steps(steps: int, momentum: float) -> float:
+    """How far a client's steps reach, momentum counted: a_i of FedNova; the steps themselves without momentum.
+
+    steps: tau >= 0; momentum: rho in [0, 1). Source: Wang et al. (2020), FedNova, section 4.
+
+    >>> effective_steps(10, 0.0), round(effective_steps(2, 0.5), 3)
+    (10.0, 2.5)
+    """
+    if momentum == 0:
+        return float(steps)
+    return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+
+
+def normalised_mean(start: Tensors, replies: Sequence[Reply], steps: Sequence[float]) -> dict[str, Tensor]:
+    """``start`` moved by the clients' changes, each divided by its effective steps, times their mean steps.
+
+    start: trained entries as they were sent; steps: a_i of each reply, in the replies' order; a client without steps
+    has moved nothing. Source: Wang et al. (2020), FedNova, eq. 6: w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i.
+    """
+    total = sum(r.examples for r in replies)
+    shares = [r.examples / total if total else 1 / len(replies) for r in replies]
+    reach = sum(p * a for p, a in zip(shares, steps, strict=True))
+    out = dict(start)
+    for reply, p, a in zip(replies, shares, steps, strict=True):
+        if a > 0:
+            change = trees.sub(start, trees.only(reply.up.params, start))
+            out = trees.sub(out, trees.scale(change, reach * p / a))
+    return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,12 +27,14 @@ GROWTH = 100.0
 class Method:
     """The server's half of a method; its fields are its hyper-parameters. As it stands it is federated averaging.
 
-    ``topology``: the default schedule. ``stages``: the names of stages it knows. ``needs``: what it cannot do without
-    ("public_data", "features", "head", "same_shapes", "label_counts"). ``permits``: what may be done to its replies
-    ("linear_fold" for secure sums, "central_noise"). ``plans``: the paper's training settings by stage.
+    ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
+    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts").
+    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``plans``: the paper's
+    settings by stage.
     """
 
     topology: ClassVar[str] = "parallel"
+    schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
     permits: ClassVar[frozenset[str]] = frozenset()
@@ -40,6 +42,10 @@ class Method:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+    def requires(self) -> frozenset[str]:
+        """What it cannot do without as it is set: ``needs``, unless a field changes that."""
+        return self.needs
 
     def setup(self, world: World) -> State:
         """The state before round 1."""

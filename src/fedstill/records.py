@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, Protocol
 
@@ -164,8 +164,8 @@ class Passes(Protocol):
     def logits(self, params: Tensors, images: Examples) -> Tensor:
         """Logits (n, C) of these parameters in evaluation mode, in the order of the examples."""
 
-    def gradients(self, params: Tensors, examples: Examples, loss: Any) -> Tensors:
-        """Gradients, summed over batches, of ``loss(logits, labels) -> (B,)`` averaged in each batch."""
+    def gradients(self, params: Tensors, examples: Examples, loss: Any, batch: int) -> Iterator[Tensors]:
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
 
 
 @dataclass(frozen=True)
@@ -206,9 +206,14 @@ class View:
         """Logits (n, C) of these parameters on the site's own or on the public data, in their order."""
         return self.passes.logits(params, self._of(of))
 
-    def gradients(self, params: Tensors, loss: Any, of: Literal["data", "public"] = "data") -> Tensors:
-        """Gradients of ``loss(logits, labels) -> (B,)`` on the site's own or on the public data."""
-        return self.passes.gradients(params, self._of(of), loss)
+    def gradients(
+        self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data"
+    ) -> Iterator[Tensors]:
+        """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation mode.
+
+        The examples come in an order that is fixed and mixes the classes; stop when there are enough.
+        """
+        return self.passes.gradients(params, self._of(of), loss, batch)
 
     def _of(self, of: str) -> Examples:
         if of == "data":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import SHARD, Inputs, layout
+from fedstill.keys import generator
 from fedstill.models import contract
 from fedstill.records import Examples, ModelSpec, Tensors
 
@@ -35,17 +36,16 @@ class ModelPasses:
         """Penultimate features (n, D) in the order of the examples."""
         return self._each(contract.features, params, images)
 
-    def gradients(self, params: Tensors, examples: Examples, loss: Any) -> Tensors:
-        """The sum over shards of the gradient of the shard's mean ``loss(logits, labels) -> (B,)``."""
+    def gradients(self, params: Tensors, examples: Examples, loss: Any, batch: int) -> Iterator[Tensors]:
+        """For each batch of a fixed mixed order, the gradient of its mean ``loss(logits, labels) -> (B,)``."""
         m = contract.module(self.model, "frozen").eval()
         names = contract.trainable_names(self.model)
-        leaves = {k: v.detach().clone().requires_grad_(k in names) for k, v in params.items()}
-        start = 0
-        for x in shards(examples.images, self.inputs):
-            y = examples.labels[start : start + len(x)]
-            loss(contract.forward(m, leaves, x), y).mean().backward()
-            start += len(x)
-        return {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
+        order = torch.randperm(len(examples), generator=generator(0))
+        for index in torch.split(order, batch):
+            leaves = {k: layout(v.detach().clone()).requires_grad_(k in names) for k, v in params.items()}
+            x = layout(self.inputs.plain(examples.images[index]))
+            loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
+            yield {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
 
     def _each(self, run: Callable[..., Tensor], params: Tensors, images: Examples) -> Tensor:
         m = contract.module(self.model, "frozen").eval()

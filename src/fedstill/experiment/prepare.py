@@ -169,17 +169,17 @@ def _check_fit(prepared: Prepared) -> None:
     models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
     for spec in models:
         _check_runs(spec, prepared)
-        missing = sorted(method.needs & {"features", "head"} - contract.capabilities(spec))
+        missing = sorted(method.requires() & {"features", "head"} - contract.capabilities(spec))
         if missing:
             raise IncompatibleMethod(
                 f"method {name} needs a model with {missing[0]}, and {spec} has none: give it submodules body and head"
             )
-    if "same_shapes" in method.needs and len(models) > 1:
+    if "same_shapes" in method.requires() and len(models) > 1:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
         )
-    if "public_data" in method.needs and prepared.sites.public is None:
+    if "public_data" in method.requires() and prepared.sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
 
 

@@ -130,7 +130,7 @@ class _Driver:
         state = self.method.setup(self.world)
         self.journal.write("start", **self._versions(), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
-        if "label_counts" in self.method.needs:
+        if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)
         else:
             self._save(state)

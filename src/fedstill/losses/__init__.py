@@ -5,6 +5,7 @@ under ``torch.func.vmap``, keep the student's dtype, and leave it to the caller 
 """
 
 from fedstill.losses.classification import cross_entropy
+from fedstill.losses.contrastive import model_contrast
 from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.losses.distillation import kd, masked_kl, other_mse, standardize
 from fedstill.losses.penalties import proximal
@@ -13,6 +14,7 @@ __all__ = [
     "cross_entropy",
     "kd",
     "masked_kl",
+    "model_contrast",
     "nckd",
     "nckd_slice",
     "nckd_zero",

@@ -1,0 +1,103 @@
+"""FedCurv: stay near what other clients found, each parameter as firmly as they needed it.
+
+Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in the form FedNTD ran.
+Symbols: lambda = ``weight``; s = ``samples``; u_k = diagonal Fisher information of client k, v_k = u_k w_k; P, Q =
+their sums over the other clients.
+Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever seen; ``scope``.
+Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss earlier ones; not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import Count, NonNegative
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
+from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.trees import add, only, scale, sub, zeros_like
+from fedstill.work import ClientWork
+
+
+@method("fedcurv")
+@dataclass(frozen=True)
+class FedCurv(FedAvg):
+    """FedAvg with a quadratic pull towards the other clients' models, weighed by Fisher information."""
+
+    weight: NonNegative = 1.0
+    samples: Count = 500
+    scope: Literal["all_seen", "last_round"] = "all_seen"
+
+    def setup(self, world: World) -> State:
+        start = super().setup(world)
+        zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        return start.next(fisher=zeros, fisher_params=zeros, counted=torch.zeros(world.clients, dtype=torch.int64))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        extra = state.extra
+        counted = int(extra.tensor("counted")[client])
+        sums = {g: extra.tensors(g) for g in ("fisher", "fisher_params")}
+        return Payload({"params": state.params, **sums}, counted=counted)
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Curved(self, stage.name)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
+        return Payload(super().expects(client, stage, world), fisher=trained, fisher_params=trained)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        counted = state.extra.tensor("counted").clone()
+        sums = {g: state.extra.tensors(g) for g in ("fisher", "fisher_params")}
+        if self.scope == "last_round":
+            counted.zero_()
+            sums = {g: zeros_like(t) for g, t in sums.items()}
+        for reply in replies:
+            counted[reply.client] = 1
+            sums = {g: add(t, reply.up.tensors(g)) for g, t in sums.items()}
+        averaged = super().fold(state, replies, stage, world)
+        return averaged.next(counted=counted, fisher=sums["fisher"], fisher_params=sums["fisher_params"])
+
+
+@dataclass(frozen=True)
+class Curved(ClientWork):
+    """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards the client's own Fisher information, as a change."""
+
+    method: FedCurv
+    stage: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        names = ("fisher", "fisher_params")
+        known = bool(memory) and down.number("counted") > 0
+        own = {g: memory.tensors(g) if known else zeros_like(down.tensors(g)) for g in names}
+        others = {g: sub(down.tensors(g), own[g]) for g in names}
+        return Carry(down.params, constants={"own": own, "others": others})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        p, q = carry["others"]["fisher"], carry["others"]["fisher_params"]
+        pull = torch.stack([(p[k] * step.params[k] ** 2 - 2 * q[k] * step.params[k]).sum() for k in p]).sum()
+        return {**super().terms(step, carry), "pull": self.method.weight * pull}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        fisher = self.fisher(params, view, world.plans[self.stage].batch, carry["own"]["fisher"])
+        new = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
+        whole = self.method.scope == "last_round"
+        up = new if whole else {g: sub(new[g], carry["own"][g]) for g in new}
+        return Payload({"params": params, **up}), Payload(new)
+
+    def fisher(self, params: Tensors, view: View, batch: int, like: Tensors) -> Tensors:
+        """The mean over batches of the squared gradient of a batch's mean cross-entropy, over ``samples`` examples."""
+        total, batches = zeros_like(like), 0
+        for grads in view.gradients(params, cross_entropy, batch):
+            total = {k: total[k] + grads[k] ** 2 for k in total}
+            batches += 1
+            if batches * batch > self.method.samples:
+                break
+        return scale(total, 1 / max(batches, 1))

@@ -1,0 +1,61 @@
+"""FedDKD: distil from the global model with the true class and the other classes apart.
+
+Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation",
+section II.B, after Zhao et al., "Decoupled Knowledge Distillation" (2022).
+Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD); tau = ``temperature``.
+Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's published formula equals
+removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for it. "mask1000" is DKD's formula, "slice" the
+not-true part of the divergence over all classes.
+Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fedntd import FromGlobal
+from fedstill.records import Carry, Stage, Step
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+Loss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+NCKD: dict[str, Loss] = {"removed": nckd, "mask1000": nckd, "zero": nckd_zero, "slice": nckd_slice}
+TCKD: dict[str, Loss] = {"target": target_kl, "binary": tckd}
+
+
+@method("feddkd")
+@dataclass(frozen=True)
+class FedDKD(FedAvg):
+    """FedAvg with true-class and not-true-class distillation from the round's global model, the same on all clients."""
+
+    alpha: NonNegative = 1.0
+    beta: NonNegative = 1.0
+    temperature: Positive = 1.0
+    tckd: Literal["target", "binary"] = "binary"
+    nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Decoupled(self)
+
+
+@dataclass(frozen=True)
+class Decoupled(FromGlobal):
+    """Cross-entropy, alpha times TCKD (times phi, if the client was sent one), beta times NCKD."""
+
+    method: FedDKD
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
+        phi = carry.constants.get("phi", 1.0)
+        return {
+            **super().terms(step, carry),
+            "true_class": phi * m.alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
+            "other_classes": m.beta * NCKD[m.nckd_mode](student, teacher, step.y, m.temperature),
+        }

@@ -1,0 +1,70 @@
+"""FedDyn: give each client a linear term that makes the clients' optima agree with the global one in the limit.
+
+Source: Acar et al., "Federated Learning Based on Dynamic Regularization" (2021), Algorithm 1.
+Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its last model; h = the server's mean of
+them.
+Reading: the algorithm averages participants uniformly; ``aggregation`` is uniform as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.fields import Positive
+from fedstill.losses import proximal
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
+from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.trees import only, scale, sub, zeros_like
+from fedstill.work import ClientWork
+
+
+@method("feddyn")
+@dataclass(frozen=True)
+class FedDyn(FedAvg):
+    """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, h on the server."""
+
+    aggregation: Weighting = "uniform"
+    alpha: Positive = 0.01
+
+    def setup(self, world: World) -> State:
+        start = super().setup(world)
+        return start.next(h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Dynamic(self)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        h = state.extra.tensors("h")
+        sent, mean = only(state.params, h), weighted_mean(replies, weighting=self.aggregation)
+        moved = sub(only(weighted_mean(replies, weighting="uniform"), h), sent)
+        h = sub(h, scale(moved, self.alpha * len(replies) / world.clients))
+        return state.next(params={**mean, **sub(only(mean, h), scale(h, 1 / self.alpha))}, h=h)
+
+
+@dataclass(frozen=True)
+class Dynamic(ClientWork):
+    """Cross-entropy, minus the client's own linear term, plus the proximal one; the client remembers its g_i."""
+
+    method: FedDyn
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        anchor = only(down.params, sorted(trainable_names(view.model)))
+        own = memory.tensors("gradient") if memory else zeros_like(anchor)
+        return Carry(down.params, constants={"anchor": anchor, "own": own})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        own, now = carry["own"], only(step.params, carry["anchor"])
+        linear = torch.stack([(own[k] * now[k]).sum() for k in own]).sum()
+        near = proximal(now, carry["anchor"], self.method.alpha)
+        return {**super().terms(step, carry), "linear": -linear, "proximal": near}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        moved = sub(only(params, carry["anchor"]), carry["anchor"])
+        return Payload(params=params), Payload(gradient=sub(carry["own"], scale(moved, self.method.alpha)))

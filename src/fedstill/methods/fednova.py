@@ -1,0 +1,101 @@
+"""FedNova: normalise each client's change by its number of effective steps, so that long runners do not pull harder.
+
+Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (2020).
+Symbols: tau_i = local steps; rho = momentum; a_i = effective steps; p_i = share of examples; d_i = mean direction.
+Reading: ``ccvr`` is what the FedNTD repository adds to it, a control variate: "repo" as it runs there, with a global
+term that stays 0, so that a client is pushed away from its own last direction; "full" with the update of the global
+term that the repository defines and never calls. The published sharding rows of FedNTD cannot come from plain FedNova,
+which is FedAvg where sizes and steps are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedstill.aggregate import effective_steps, normalised_mean
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models.contract import trainable_names
+from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.registry import method
+from fedstill.trees import add, only, scale, sub, zeros_like
+from fedstill.work import ClientWork
+
+
+@method("fednova")
+@dataclass(frozen=True)
+class FedNova(FedAvg):
+    """FedAvg with changes normalised by effective steps."""
+
+    ccvr: Literal["off", "repo", "full"] = "off"
+
+    def requires(self) -> frozenset[str]:
+        return self.needs | ({"label_counts"} if self.ccvr == "full" else set())
+
+    def setup(self, world: World) -> State:
+        start = super().setup(world)
+        if self.ccvr == "off":
+            return start
+        return start.next(direction=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        if self.ccvr == "off":
+            return Payload(params=state.params)
+        return Payload(params=state.params, direction=state.extra.tensors("direction"))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Counted(stage.name) if self.ccvr == "off" else Corrected(stage.name)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(super().expects(client, stage, world), steps=0.0)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        sent = only(state.params, sorted(trainable_names(world.model(SERVER))))
+        steps = [r.up.number("steps") for r in replies]
+        mean = super().fold(state, replies, stage, world).params  # for buffers
+        moved = state.next(params={**mean, **normalised_mean(sent, replies, steps)})
+        if self.ccvr != "full":
+            return moved
+        lr, everyone = world.plans[stage.name].lr_at(stage.round), float(state.extra.tensor("labels").sum())
+        direction = scale(state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone)
+        for reply, a in zip(replies, steps, strict=True):
+            own = direction_of(sent, reply.up.params, lr, a)
+            direction = add(direction, scale(own, reply.examples / everyone))
+        return moved.next(direction=direction)
+
+
+def direction_of(sent: Tensors, got: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
+    """d_i: the mean gradient that leads from ``sent`` to ``got`` in so many effective steps; zeros for none."""
+    change = sub(sent, only(got, sent))
+    return scale(change, 1 / (lr * steps)) if steps > 0 else zeros_like(change)
+
+
+@dataclass(frozen=True)
+class Counted(ClientWork):
+    """Plain local training that sends its effective steps along."""
+
+    stage: str
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(params=params, steps=effective_steps(ran.steps, world.plans[self.stage].momentum)), NOTHING
+
+
+@dataclass(frozen=True)
+class Corrected(Counted):
+    """The same with the control variate: the global direction minus the client's own last one."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        everyone = down.tensors("direction")
+        correction = sub(everyone, memory.tensors("direction")) if memory else everyone
+        return Carry(down.params, constants={"sent": down.params, "correction": correction})
+
+    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
+        return add(grads, carry["correction"])
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        up, _ = super().end(params, carry, ran, view, world)
+        sent = only(carry["sent"], carry["correction"])
+        return up, Payload(direction=direction_of(sent, params, ran.lr, up.number("steps")))

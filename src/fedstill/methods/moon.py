@@ -1,0 +1,55 @@
+"""MOON: keep a client's features near the global model's and away from those of its own previous model.
+
+Source: Li et al., "Model-Contrastive Federated Learning" (2021), eq. 3 and 4.
+Symbols: mu = ``mu``; T = ``temperature``.
+Reading: the original network has a projection head under its classifier: give the model one (``[model] projection``).
+FedNTD ran it without, on the features before the last layer, with mu = 1 in its table and 0.1 in its configuration.
+Reading: a client's previous model is the initial global one until it has trained; frozen models are in evaluation mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import cross_entropy, model_contrast
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("moon")
+@dataclass(frozen=True)
+class Moon(FedAvg):
+    """FedAvg with a contrast between the global and the client's previous model, on features."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features"})
+
+    mu: NonNegative = 1.0
+    temperature: Positive = 0.5
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Contrasted(self)
+
+
+@dataclass(frozen=True)
+class Contrasted(ClientWork):
+    """Cross-entropy and mu times the contrast; the client remembers the model it ends with."""
+
+    method: Moon
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        previous = memory.params if memory else world.initial(view.client)
+        return Carry(down.params, teachers={"global": down.params, "previous": previous})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        near, far = step.teacher_features("global"), step.teacher_features("previous")  # (B, D) each
+        contrast = model_contrast(step.features(), near, far, self.method.temperature)
+        return {"ce": cross_entropy(step.logits(), step.y), "contrast": self.method.mu * contrast}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(params=params), Payload(params=params)

@@ -1,0 +1,64 @@
+"""What holds for every registered method: it runs, learns, and resumes to the same bits after any of its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill import registry
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.runner import Interrupted, Quiet, resume, run
+
+METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
+
+
+def experiment(name: str) -> Experiment:
+    needs = registry.lookup("method", name).build().requires()
+    return toys.toy(name, data={"public": toys.PUBLIC if "public_data" in needs else 0}, topology={"clients": 6})
+
+
+class StopAfter(Quiet):
+    def __init__(self, stages: int) -> None:
+        self.left = stages
+
+    def stop(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    torch.set_num_threads(1)
+    run(experiment(request.param), folder, data=toys.blobs())
+    return request.param, folder
+
+
+def test_it_learns_and_refuses_nothing(whole: tuple[str, Path]) -> None:
+    events = read(whole[1] / "journal.jsonl")
+    assert not [e for e in events if e["event"] == "client" and "refused" in e]
+    assert [e for e in events if e["event"] == "round"][-1]["accuracy"] > 0.4, "chance is 0.2"
+
+
+def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tmp_path: Path) -> None:
+    name, folder = whole
+    stages = len({(e["round"], e["stage"]) for e in read(folder / "journal.jsonl") if e["event"] == "client"})
+    for k in range(1, stages + 1):
+        other = tmp_path / str(k)
+        with pytest.raises(Interrupted):
+            run(experiment(name), other, data=toys.blobs(), watch=StopAfter(k))
+        resume(other, data=toys.blobs())
+        assert (other / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+        ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (other, folder))
+        assert ours == theirs
+
+
+def test_its_summary_and_fields_are_documented(whole: tuple[str, Path]) -> None:
+    entry = registry.lookup("method", whole[0])
+    assert entry.summary.endswith(".")
+    module = __import__(entry.target.__module__, fromlist=["__doc__"])
+    assert "Source:" in module.__doc__
