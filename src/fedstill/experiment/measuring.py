@@ -68,9 +68,9 @@ class Measuring:
         yield from events
 
     def round(
-        self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], seconds_training: float
+        self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
     ) -> dict[str, Any]:
-        """The event of a finished round."""
+        """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
         began = time.perf_counter()
         replies, self._replies = self._replies, []
         measured = self._evaluate(predictors)
@@ -86,11 +86,12 @@ class Measuring:
             "refused": sum("refused" in e for e in replies),
             "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
             "bytes_down": sum(e.get("bytes_down", 0) for e in replies),
-            "seconds_training": seconds_training,
+            "seconds_training": training,
+            "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
             "seconds_measuring": time.perf_counter() - began,
         }
-        event["seconds"] = seconds_training + event["seconds_measuring"]
+        event["seconds"] = training + saving + event["seconds_measuring"]
         self.history.append(event)
         return event
 

@@ -46,7 +46,7 @@ class Result:
         return Result(accuracy, forgetting, history, model, folder, summary)
 
 
-def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds: float) -> dict[str, Any]:
+def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean."""
     accuracies = [e["accuracy"] for e in history]
     seen = [a for a in accuracies if a is not None]
@@ -64,7 +64,7 @@ def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]], seconds
         "forgetting": history[-1]["forgetting"],
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
-        "seconds": seconds,
+        "seconds": sum(e["seconds"] for e in history),
         "seconds_training": sum(e["seconds_training"] for e in history),
     }
 

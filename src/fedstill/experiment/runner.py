@@ -122,7 +122,7 @@ class _Driver:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory)
         self.engine = self.prepared.engine(memory)
         self.measuring = Measuring(self.prepared)
-        self.began = time.perf_counter()
+        self.saving = 0.0
         self.stages: Sequence[Stage] = ()
 
     def start(self) -> Result:
@@ -161,12 +161,13 @@ class _Driver:
             state = run_round(
                 self.method, state, self.stages, self.world, self.engine, self._after_stage, self.settings.rules
             )
-            trained = time.perf_counter() - began
-            event = self.measuring.round(state.round - 1, self._predictors(state), trained)
+            saving, self.saving = self.saving, 0.0
+            training = time.perf_counter() - began - saving
+            event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        summary = summary_of(self.settings, self.measuring.history, time.perf_counter() - self.began)
+        summary = summary_of(self.settings, self.measuring.history)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
 
@@ -178,9 +179,11 @@ class _Driver:
         downs: Mapping[int, Payload],
         state: State,
     ) -> None:
+        began = time.perf_counter()
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.write(**event)
         self._save(state)
+        self.saving += time.perf_counter() - began
         self.watch.stage(stage.round, self.settings["rounds"], stage.index, len(self.stages))
         if self.watch.stop():
             raise Interrupted(str(self.folder))

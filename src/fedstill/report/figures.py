@@ -7,18 +7,22 @@ from typing import Any
 
 from fedstill.report.groups import Group
 from fedstill.report.series import Series, elapsed, over_seeds, phases
-from fedstill.report.summary import spread
+from fedstill.report.summary import Spread, spread
 
 Figure = dict[str, Any]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PERCENT = {"tickformat": ".0%", "hoverformat": ".2%"}
+PERCENT = {"tickformat": ".0%"}
+SHARE = {"tickformat": ".1f"}
 DIGITS = 5
 
 
 class Style:
-    """The colour and dash of each group, the same in all figures; distinct to colour-blind readers (after Okabe and Ito)."""
+    """The colour and dash of each group, the same in all figures; colours that colour-blind readers tell apart.
+
+    Source: Okabe & Ito, "Color Universal Design".
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._index = {id(g): i for i, g in enumerate(groups)}
@@ -45,7 +49,8 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
         other = over_seeds(group, reference) if reference else Series([], [])
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other), **_dotted(group, style)})
-    return {"data": data, "layout": layout(xaxis={"title": {"text": "round"}, "rangemode": "tozero"}, yaxis=axis)}
+    rounds = {"title": {"text": "round"}, "rangemode": "tozero", "unifiedhovertitle": {"text": "round %{x}"}}
+    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis)}
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
@@ -117,7 +122,7 @@ def _mean(group: Group, style: Style, x: Sequence[float], series: Series) -> dic
         "legendgroup": group.label,
         "x": list(x),
         "y": [rounded(v) for v in series.mean],
-        "customdata": [_seeds(v.runs, v.std) for v in series.values],
+        "customdata": [_seeds(v) for v in series.values],
         "hovertemplate": "%{y:.2%}%{customdata}",
         "line": {"color": style.colour(group), "width": 2, "dash": style.dash(group)},
         "marker": {"size": 5, "color": style.colour(group)},
@@ -180,8 +185,8 @@ def _faint(colour: str, alpha: float) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-def _seeds(runs: int, std: float) -> str:
-    return f" ± {100 * std:.2f} ({runs} seeds)" if runs > 1 else ""
+def _seeds(value: Spread) -> str:
+    return f" ± {100 * value.std:.2f} ({value.runs} seeds)" if value.runs > 1 else ""
 
 
 def _average(values: Sequence[float]) -> float:

@@ -36,6 +36,12 @@ class Split:
         return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts)} clients)"
 
 
+def measured(group: Group) -> bool:
+    """Whether any class of any round has an accuracy."""
+    rows = [row for run in group.started for row in run.class_accuracy().values()]
+    return any(value is not None for row in rows for value in row)
+
+
 def views(groups: Sequence[Group]) -> list[str]:
     """What a reader may choose: the mean, and each seed, unless that is one and the same or too much to carry."""
     seeds = sorted({s for g in groups for s in g.seeds})
@@ -111,7 +117,7 @@ def class_by_client(split: Split) -> Figure:
 
 
 def _class_axis(title: str) -> dict[str, Any]:
-    return {"type": "category", "autorange": "reversed", "showgrid": False, "title": {"text": title}}
+    return {"type": "category", "autorange": "reversed", "showgrid": False, "title": {"text": title, "standoff": 12}}
 
 
 def _height(classes: int) -> int:

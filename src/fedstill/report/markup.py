@@ -75,13 +75,17 @@ def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
 
 
 def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
-    """A figure with one or more variants, of which a selector of this ``name`` shows one."""
-    above = f"<figcaption>{escape(title)}</figcaption>" if escape(title) else ""
-    height = variants[0]["layout"]["height"]
-    return Html(
-        f'<figure>{above}<div class="plot" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" '
-        f'style="min-height:{height}px"><script type="application/json">{as_json(list(variants))}</script></div></figure>'
-    )
+    """A figure with one or more variants, of which a selector of this ``name`` shows one.
+
+    ``says``: what it shows and how to read it; printed below a title that is text, and read aloud in any case.
+    """
+    above = f"<figcaption>{escape(title)}</figcaption>" if title else ""
+    if isinstance(title, str) and title:
+        above += f'<p class="says">{escape(says)}</p>'
+    data = f'<script type="application/json">{as_json(list(variants))}</script>'
+    room = f'style="min-height:{variants[0]["layout"]["height"]}px"'
+    plot = f'<div class="plot" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
+    return Html(f"<figure>{above}{plot}</figure>")
 
 
 def grid(figures: Sequence[Html], kind: str = "") -> Html:

@@ -48,11 +48,8 @@ def page(compared: Sequence[Group]) -> str:
     parts = [
         _head(compared),
         sections.results(compared, style),
-        *(
-            [sections.over_rounds(compared, style), sections.class_maps(compared, style)]
-            if _any_round(compared)
-            else []
-        ),
+        sections.over_rounds(compared, style),
+        sections.class_maps(compared, style),
         sections.split(compared),
         sections.knowledge(compared, style),
         sections.cost(compared, style),
@@ -61,10 +58,6 @@ def page(compared: Sequence[Group]) -> str:
     ]
     main = "\n".join(p.text for p in parts if p is not None)
     return _document(_title(compared), main)
-
-
-def _any_round(compared: Sequence[Group]) -> bool:
-    return any(g.started for g in compared)
 
 
 def _title(compared: Sequence[Group]) -> str:
@@ -97,9 +90,8 @@ def _head(compared: Sequence[Group]) -> Html:
     }
     note = ""
     if unfinished:
-        note = (
-            f'<p class="note">{unfinished} of {len(runs)} runs are unfinished; they are shown up to where they are.</p>'
-        )
+        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to where they are."
+        note = f'<p class="note">{how_many}</p>'
     return Html(f"<header><h1>{escape(_title(compared))}</h1>{facts(pairs).text}{note}</header>")
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedstill.report import heatmaps
-from fedstill.report.figures import PERCENT, Style, lines, megabytes, over_seconds, seconds_by_phase
+from fedstill.report.figures import PERCENT, SHARE, Style, lines, megabytes, over_seconds, seconds_by_phase
 from fedstill.report.groups import UNSET, Group, differing, said
 from fedstill.report.markup import Cell, Html, choice, escape, figure, folded, grid, section, sentence, table
 from fedstill.report.series import over_seeds
@@ -38,38 +38,42 @@ def results(groups: Sequence[Group], style: Style) -> Html:
     )
 
 
-def over_rounds(groups: Sequence[Group], style: Style) -> Html:
-    """Accuracy and forgetting by round."""
-    accuracy = "Accuracy of the global model on the common test set. Higher is better."
-    forgetting = (
-        "Forgetting F: how far the classes are, on average, below the best accuracy each had in an earlier round. "
-        "Lower is better; below zero, most classes are at their best."
-    )
-    says = (
-        "Each line is the mean over seeds, the band one standard deviation to either side. Sharp falls of accuracy "
-        "together with rising F are rounds in which the model lost classes that it already knew."
-    )
+def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
+    """Accuracy and forgetting by round; None if neither was measured."""
+    accuracy = "The global model on the common test set. Higher is better."
+    forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
     figures = [
-        figure([lines(groups, style, "accuracy", **PERCENT)], accuracy, "Accuracy by round"),
-        figure([lines(groups, style, "forgetting", **PERCENT)], forgetting, "Forgetting F by round"),
+        figure([lines(groups, style, key, **PERCENT)], text, title)
+        for key, text, title in (
+            ("accuracy", accuracy, "Accuracy by round"),
+            ("forgetting", forgetting, "Forgetting F by round"),
+        )
+        if _any(groups, key)
     ]
-    return section("Learning and forgetting", sentence(f"{accuracy} {forgetting} {says}"), grid(figures), name="rounds")
-
-
-def class_maps(groups: Sequence[Group], style: Style) -> Html:
-    """Class-wise accuracy by round."""
     says = (
-        "Each row is a class, each column a round, and the colour the accuracy on that class. A row that turns bright and "
-        "then dark again is a class learned and forgotten; round 0 is the model before training. A mean over seeds hides "
-        "this where seeds forget at different times: choose one seed to see it."
+        "Each line is the mean over seeds, its band one standard deviation to either side. Where accuracy falls while "
+        "F rises, the model lost classes that it already knew."
     )
+    return section("Learning and forgetting", sentence(says), grid(figures), name="rounds") if figures else None
+
+
+def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
+    """Class-wise accuracy by round; None if it was not measured."""
+    some = [g for g in groups if heatmaps.measured(g)]
+    if not some:
+        return None
+    views = heatmaps.views(some)
+    says = (
+        "Each row is a class, each column a round, the colour the accuracy on that class. A row that turns bright and "
+        "then dark again is a class learned and forgotten. Round 0 is the model before training."
+    )
+    if len(views) > 1:
+        says += " Seeds forget at different times, which their mean smooths over: choose one seed to see it."
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
-    views = heatmaps.views(groups)
     figures = [
         figure([heatmaps.class_by_round(g, v) for v in views], f"{g.label}: {says}", _labelled(g, style), "classes")
-        for g in groups
-        if any(r.class_accuracy() for r in g.started)
+        for g in some
     ]
     parts = [choice("classes", "Show", views), scale, grid(figures, "small")]
     return section("Which classes are remembered", sentence(says), *parts, name="classes")
@@ -80,10 +84,7 @@ def split(groups: Sequence[Group]) -> Html | None:
     found = heatmaps.splits(groups)
     if not found:
         return None
-    says = (
-        "How many training examples of each class each client holds; blank is none. The fewer classes a client has, the "
-        "more its own training pulls the model away from the others'."
-    )
+    says = "How many training examples of each class each client holds; blank is none. A client trains on its own only."
     names = [s.name for s in found]
     parts = [choice("split", "Split of", names)]
     if len(found) == 1:
@@ -94,30 +95,23 @@ def split(groups: Sequence[Group]) -> Html | None:
 
 def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
     """In-local and out-local accuracy, and prediction consistency; None if nothing of it was measured."""
-    local = any(over_seeds(g, "in_local_accuracy").rounds for g in groups)
-    steady = any(over_seeds(g, "consistency").rounds for g in groups)
-    inside = "In-local accuracy: local models after training, on classes in proportion to their own client's data."
-    outside = "Out-local accuracy: the same models on the classes that their client lacks or has little of."
+    inside = "Local models after training, on classes in the proportions of their own client's data."
+    outside = "The same models on the classes that their client lacks or has little of."
+    steady = "Cosine of the class accuracies of successive global models: 1 means good at the same classes as before."
+    local = (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy"))
+    figures = [
+        figure([lines(groups, style, f"{k}_local_accuracy", f"received_{k}_local_accuracy", **PERCENT)], text, title)
+        for k, text, title in local
+        if _any(groups, f"{k}_local_accuracy")
+    ]
     dotted = (
-        "Dotted: the global model that the clients received, on the mean of their label distributions. Where the solid "
-        "line lies below the dotted one, local training has lost what the model knew."
+        "Dotted: the global model that those clients received, on the mean of their label distributions. Where a solid "
+        "line lies below the dotted one of its colour, local training lost what the received model knew."
     )
-    consistent = (
-        "Prediction consistency: the cosine of the class accuracies of successive global models; 1 is no change."
-    )
-    figures, says = [], []
-    if local:
-        for key, text, title in (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy")):
-            drawn = lines(groups, style, f"{key}_local_accuracy", f"received_{key}_local_accuracy", **PERCENT)
-            figures.append(figure([drawn], f"{text} {dotted}", title))
-        says += [inside, outside, dotted]
-    if steady:
-        drawn = lines(groups, style, "consistency", **PERCENT)
-        figures.append(figure([drawn], consistent, "Prediction consistency"))
-        says.append(consistent)
-    if not figures:
-        return None
-    return section("What local training keeps", sentence(" ".join(says)), grid(figures), name="knowledge")
+    parts = [sentence(dotted)] if figures else []
+    if _any(groups, "consistency"):
+        figures.append(figure([lines(groups, style, "consistency", **SHARE)], steady, "Prediction consistency"))
+    return section("What local training keeps", *parts, grid(figures, "small"), name="knowledge") if figures else None
 
 
 def settings(groups: Sequence[Group], style: Style) -> Html:
@@ -143,24 +137,25 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     some = [g for g in groups if g.started]
     if not some:
         return None
+    times = "A method that costs more a round moves to the right. Both are means over seeds after each round."
     phases = (
-        "Seconds of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and the rest, such "
-        "as aggregation and checkpoints (lightest)."
+        "Of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and the rest, such as "
+        "aggregation and checkpoints (lightest)."
     )
-    sent = "Megabytes that clients sent (up, full colour) and were sent (down, lighter) in a run, mean over seeds."
-    times = "Accuracy over the seconds passed, so that a method that costs more a round is seen as such."
+    sent = "What clients sent (up, full colour) and were sent (down, lighter) in a run, mean over seeds."
     figures = [
-        figure([over_seconds(some, style)], times, "Accuracy by seconds"),
         figure([seconds_by_phase(some, style)], phases, "Seconds by phase"),
         figure([megabytes(some, style)], sent, "Megabytes sent"),
     ]
-    says = f"{times} {phases} {sent} Seconds depend on the machine and on what else ran on it."
-    return section("What it costs", sentence(says), grid(figures), name="cost")
+    if _any(some, "accuracy"):
+        figures.insert(0, figure([over_seconds(some, style)], times, "Accuracy by seconds"))
+    says = "Seconds depend on the machine and on what else ran on it; bytes do not."
+    return section("What it costs", sentence(says), grid(figures, "small"), name="cost")
 
 
 def failures(groups: Sequence[Group], style: Style) -> Html | None:
     """Replies that were refused, by reason; None if there are none."""
-    lines = []
+    lines: list[list[Cell]] = []
     for group in groups:
         refused = [e for r in group.runs for e in r.clients if "refused" in e]
         counts = Counter(str(e["refused"]) for e in refused)
@@ -174,8 +169,12 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
     if not lines:
         return None
     says = "Replies of clients that failed, or whose numbers were refused; their rounds went on without them."
-    head = ["", "reason", "times", "clients", "rounds"]
+    head: list[Cell] = ["", "reason", "times", "clients", "rounds"]
     return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
+
+
+def _any(groups: Sequence[Group], key: str) -> bool:
+    return any(over_seeds(g, key).rounds for g in groups)
 
 
 def _labelled(group: Group, style: Style, note: str = "") -> Html:
@@ -189,8 +188,8 @@ def _cell(row: Row, measure: Measure) -> Cell:
 
 
 def _runs(groups: Sequence[Group]) -> Html:
-    head = ["directory", "group", "seed", "rounds", "state"]
-    body = []
+    head: list[Cell] = ["directory", "group", "seed", "rounds", "state"]
+    body: list[list[Cell]] = []
     for group in groups:
         for run in (*group.runs, *group.repeats):
             state = "finished" if run.finished else "unfinished"

@@ -59,7 +59,7 @@ def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
 
 
 def phases(run: Run) -> Phases:
-    """A run's seconds by phase. Clients that worked side by side share the wall-clock time in proportion to their own."""
+    """A run's seconds by phase; clients that worked side by side share the time on the clock in proportion."""
     training = measuring = busy = 0.0
     for event in run.clients:
         training += event.get("seconds_training") or 0.0

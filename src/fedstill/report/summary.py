@@ -31,9 +31,7 @@ MEASURES = (
     Measure("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the global model after the last round"),
     Measure("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
     Measure("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
-    Measure(
-        "forgetting", "forgetting F", "%", 100, 2, "how far classes are below their best earlier round, on average"
-    ),
+    Measure("forgetting", "forgetting F", "%", 100, 2, "how far classes are below their best earlier round, mean"),
     Measure("in_local_accuracy", "in-local", "%", 100, 2, "local models on classes as their own client has them"),
     Measure("out_local_accuracy", "out-local", "%", 100, 2, "local models on the classes that their client lacks"),
     Measure("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),

@@ -22,7 +22,8 @@
     const font = { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: ink };
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
     const hover = { bgcolor: night ? "#1b2026" : "#ffffff", bordercolor: line, font: { color: ink, size: 12 } };
-    const out = { ...layout, font, hoverlabel: hover, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" };
+    const clear = "rgba(0,0,0,0)", modebar = { bgcolor: clear, color: line, activecolor: ink };
+    const out = { ...layout, font, hoverlabel: hover, modebar, paper_bgcolor: clear, plot_bgcolor: clear };
     for (const key of Object.keys(layout)) {
       if (/^[xy]axis/.test(key)) out[key] = { ...axis, ...layout[key] };
     }
@@ -30,7 +31,8 @@
   }
 
   const config = {
-    responsive: true, displaylogo: false, modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d"],
+    responsive: true, displaylogo: false, displayModeBar: "hover",
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d"],
     toImageButtonOptions: { format: "svg" },
   };
 
