@@ -44,14 +44,19 @@ def effective_steps(steps: int, momentum: float) -> float:
     return (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
 
 
-def normalised_mean(start: Tensors, replies: Sequence[Reply], steps: Sequence[float]) -> dict[str, Tensor]:
+def normalised_mean(
+    start: Tensors, replies: Sequence[Reply], steps: Sequence[float], weighting: Weighting = "examples"
+) -> dict[str, Tensor]:
     """``start`` moved by the clients' changes, each divided by its effective steps, times their mean steps.
 
-    start: trained entries as they were sent; steps: a_i of each reply, in the replies' order; a client without steps
-    has moved nothing. Source: Wang et al. (2020), FedNova, eq. 6: w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i.
+    start: trained entries as they were sent; steps: a_i >= 0 of each reply, in the replies' order; a client without
+    steps has moved nothing. With p_i its share: ``w - (sum_j p_j a_j) sum_i p_i (w - w_i) / a_i``.
+
+    Source: Wang et al. (2020), FedNova, eq. 6.
     """
     total = sum(r.examples for r in replies)
-    shares = [r.examples / total if total else 1 / len(replies) for r in replies]
+    by_size = weighting == "examples" and total > 0
+    shares = [r.examples / total if by_size else 1 / len(replies) for r in replies]
     reach = sum(p * a for p, a in zip(shares, steps, strict=True))
     out = dict(start)
     for reply, p, a in zip(replies, shares, steps, strict=True):

@@ -29,8 +29,8 @@ class Method:
 
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
     ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts").
-    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``plans``: the paper's
-    settings by stage.
+    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise").
+    ``plans``: the paper's training settings by stage.
     """
 
     topology: ClassVar[str] = "parallel"

@@ -6,11 +6,11 @@ import sys
 
 from cyclopts import CycloptsError
 
-from fedstill.cli import comparisons, runs
+from fedstill.cli import comparisons, reproduce, runs
 from fedstill.cli.app import app, say
 from fedstill.errors import FedstillError
 
-__all__ = ["app", "call", "comparisons", "main", "runs"]
+__all__ = ["app", "call", "comparisons", "main", "reproduce", "runs"]
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def compare(
     experiment = load(config, set_)
     folder = out or compared.new_folder("compare")
     runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid))
-    return _compare(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
+    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
 
 
 @app.command
@@ -70,7 +70,7 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
         experiment = load(path)
     folder = out or compared.new_folder("demo")
     runs = compared.variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
-    return _compare(runs, folder, jobs, quiet=quiet)
+    return carry_out(runs, folder, jobs, quiet=quiet)
 
 
 @app.command
@@ -96,7 +96,16 @@ def report(*directories: Path, out: Path | None = None, tensorboard: Path | None
     return 0
 
 
-def _compare(runs: Sequence[Variant], folder: Path, jobs: int | None, *, quiet: bool, tensorboard: bool = False) -> int:
+def carry_out(
+    runs: Sequence[Variant],
+    folder: Path,
+    jobs: int | None,
+    *,
+    quiet: bool,
+    tensorboard: bool = False,
+    show: bool = True,
+) -> int:
+    """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
     from fedstill.experiment import compare as compared
     from fedstill.report import terminal
 
@@ -108,7 +117,8 @@ def _compare(runs: Sequence[Variant], folder: Path, jobs: int | None, *, quiet: 
         from fedstill.report.groups import groups
         from fedstill.report.page import write_page
 
-        screen.print(terminal.results(groups(begun)))
+        if show:
+            screen.print(terminal.results(groups(begun)))
         screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
         if tensorboard:
             from fedstill.report.trackers import export_tensorboard

@@ -80,13 +80,17 @@ def variants(
             chosen = of_method.with_values(setting, "compare")
             name = settle(chosen)["method"]["name"]
             label = " ".join([Path(name.partition(":")[0]).stem, *(f"{k}={v}" for k, v in setting.items())])
-            for seed in seeds or [settle(chosen)["seed"]]:
-                seeded = replace(chosen, seed=seed)
-                folder = out / label.replace("/", "-").replace(" ", "_") / f"seed{seed}"
-                found.append(Variant(label, settle(seeded)["seed"], seeded, folder))
+            folder = out / label.replace("/", "-").replace(" ", "_")
+            found += [seeded(label, chosen, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
     if len({v.folder for v in found}) != len(found):
         raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
     return found
+
+
+def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
+    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run."""
+    with_seed = replace(experiment, seed=seed)
+    return Variant(label, settle(with_seed)["seed"], with_seed, folder / f"seed{seed}")
 
 
 def new_folder(name: str) -> Path:

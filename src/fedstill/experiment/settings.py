@@ -63,7 +63,7 @@ def settle(experiment: Experiment) -> Settings:
     method, method_values = _thing(experiment, "method", {})
     clients = _clients(experiment)
     default = {"topology": method.topology, "model": "digits_cnn" if data["name"] == "digits" else "cnn"}
-    topology, topology_values = _thing(experiment, "topology", default)
+    topology, topology_values = _thing(experiment, "topology", default, {method.topology: method.schedule})
     model_values = _values(experiment, "model", default)
     partition_values = _values(experiment, "partition", default)
     plans = _plans(method, experiment.table("plan"))
@@ -87,13 +87,19 @@ def as_experiment(settings: Settings) -> Experiment:
     return Experiment(**settings.tree, origins=settings.origins)
 
 
-def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
+Options = Mapping[str, Mapping[str, Any]]
+"""Defaults of fields, by the name of the thing they are for."""
+
+
+def _thing(
+    experiment: Experiment, kind: str, default: Mapping[str, str], options: Options | None = None
+) -> tuple[Any, dict[str, Any]]:
     key = NAMED[kind][0]
     live = getattr(experiment, kind)
     if isinstance(live, Method):
         given = {f.name: getattr(live, f.name) for f in fields(live)}
         experiment = replace(experiment, method={key: registry.name_of(kind, type(live)), **given})
-    values = _values(experiment, kind, default)
+    values = _values(experiment, kind, default, options)
     entry = registry.lookup(kind, values[key])
     try:
         built = entry.build(**{k: v for k, v in values.items() if k != key})
@@ -104,7 +110,9 @@ def _thing(experiment: Experiment, kind: str, default: Mapping[str, str]) -> tup
     return built, values
 
 
-def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> dict[str, Any]:
+def _values(
+    experiment: Experiment, kind: str, default: Mapping[str, str], options: Options | None = None
+) -> dict[str, Any]:
     key, first = NAMED[kind]
     given = experiment.table(kind)
     if kind in ("partition", "topology"):
@@ -113,6 +121,8 @@ def _values(experiment: Experiment, kind: str, default: Mapping[str, str]) -> di
     if not isinstance(name, str):
         raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
     _, fields = fields_of(kind, name, experiment.base)
+    own = (options or {}).get(name, {})
+    fields = {k: (hint, own.get(k, value)) for k, (hint, value) in fields.items()}
     return {key: _resolved_name(kind, name, experiment.base), **checked(fields, given, kind)}
 
 

@@ -9,7 +9,9 @@ from torch.nn.functional import cosine_similarity, softplus
 def model_contrast(features: Tensor, near: Tensor, far: Tensor, temperature: float | Tensor = 0.5) -> Tensor:
     """``-log(exp(cos(h, near)/T) / (exp(cos(h, near)/T) + exp(cos(h, far)/T)))``, one value per example.
 
-    features, near, far: (B, D) float; temperature > 0. Gives (B,) > 0; log 2 where near and far are the same.
+    features, near, far: (B, D) float; temperature T > 0. Gives (B,) of the features' dtype, in nats, > 0; log 2 where
+    near and far are the same. Features of length 0 have cosine 0 with everything.
+
     Source: Li et al., "Model-Contrastive Federated Learning" (MOON), eq. 3.
 
     >>> import torch
@@ -17,5 +19,6 @@ def model_contrast(features: Tensor, near: Tensor, far: Tensor, temperature: flo
     >>> round(model_contrast(h, h, h).item(), 4)
     0.6931
     """
+    near, far = near.to(features.dtype), far.to(features.dtype)
     closer = cosine_similarity(features, near, dim=-1) - cosine_similarity(features, far, dim=-1)
     return softplus(-closer / temperature)

@@ -48,13 +48,14 @@ class Weighted(FromGlobal):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry = super().begin(down, memory, view, world)
-        return Carry(carry.params, carry.teachers, constants={"shares": view.proportions.float()})
+        return Carry(carry.params, carry.teachers, constants={"rarity": view.proportions.log().float()})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
         logs = teacher.log_softmax(1)
         entropy = -(logs.exp() * logs).sum(1)  # (B,)
-        raw = (-m.b1 * entropy).exp() / carry["shares"][step.y] ** m.b2
+        power = -m.b1 * entropy - m.b2 * carry["rarity"][step.y]  # in log space, and the largest weight is 1
+        raw = (power - power.max()).exp()
         far = (
             nckd(student, teacher, step.y, m.temperature)
             if m.classes == "not_true"

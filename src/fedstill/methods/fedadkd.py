@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedADKD(FedDKD):
     """FedDKD whose true-class weight follows each client's label heterogeneity."""
+
+    permits: ClassVar[frozenset[str]] = frozenset()  # the server keeps each client's Gini index
 
     tckd: Literal["target", "binary"] = "target"
     delta: Positive = 1.0
@@ -59,7 +61,7 @@ class FedADKD(FedDKD):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         gini = state.extra.tensor("gini").clone()
         for reply in replies:
-            gini[reply.client] = reply.up.number("gini")
+            gini[reply.client] = min(max(reply.up.number("gini"), 0.0), 1.0)
         return super().fold(state, replies, stage, world).next(gini=gini)
 
     def phi(self, gini: Tensor) -> Tensor:
@@ -69,7 +71,7 @@ class FedADKD(FedDKD):
         return len(gini) * gini / gini.sum() if bool(gini.sum() > 0) else torch.ones_like(gini)
 
     def _gini(self, state: State) -> Tensor:
-        if self.phi_timing == "stale":
+        if self.phi_timing == "stale" or "labels" not in state.extra:  # before the census
             return state.extra.tensor("gini")
         counts = state.extra.tensor("labels").double()
         return gini_index(counts / counts.sum(1, keepdim=True).clamp(min=1))

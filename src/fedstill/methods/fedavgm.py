@@ -1,7 +1,9 @@
 """FedAvgM: momentum on the server, over the rounds' mean changes.
 
 Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification".
-Symbols: beta = ``momentum``; eta = ``server_lr``.
+Symbols: beta = ``momentum``; eta = ``server_lr``; v = the running sum.
+Reading: the paper has eta = 1 throughout; trained entries alone have momentum, buffers (running variances, which a
+momentum could make negative) are averaged.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from annotated_types import Interval
 
 from fedstill.fields import Positive
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Reply, Stage, State, World
+from fedstill.models.contract import trainable_names
+from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.registry import method
-from fedstill.trees import add, floats, scale, sub, zeros_like
+from fedstill.trees import add, only, scale, sub, zeros_like
 
 
 @method("fedavgm")
@@ -29,11 +32,12 @@ class FedAvgM(FedAvg):
 
     def setup(self, world: World) -> State:
         start = super().setup(world)
-        return start.next(velocity=zeros_like(floats(start.params)))
+        return start.next(velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         mean = super().fold(state, replies, stage, world).params
-        change = sub(floats(state.params), mean)
-        velocity = add(scale(state.extra.tensors("velocity"), self.momentum), change)
-        moved = sub(floats(state.params), scale(velocity, self.server_lr))
+        before = state.extra.tensors("velocity")
+        sent = only(state.params, before)
+        velocity = add(scale(before, self.momentum), sub(sent, mean))
+        moved = sub(sent, scale(velocity, self.server_lr))
         return state.next(params={**mean, **moved}, velocity=velocity)

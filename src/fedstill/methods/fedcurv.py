@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedCurv(FedAvg):
     """FedAvg with a quadratic pull towards the other clients' models, weighed by Fisher information."""
+
+    permits: ClassVar[frozenset[str]] = frozenset()  # Fisher information would need a noise of its own
 
     weight: NonNegative = 1.0
     samples: Count = 500

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from fedstill.aggregate import effective_steps, normalised_mean
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
@@ -29,6 +29,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedNova(FedAvg):
     """FedAvg with changes normalised by effective steps."""
+
+    permits: ClassVar[frozenset[str]] = frozenset()  # each client's change is divided by its own steps
 
     ccvr: Literal["off", "repo", "full"] = "off"
 
@@ -54,9 +56,9 @@ class FedNova(FedAvg):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         sent = only(state.params, sorted(trainable_names(world.model(SERVER))))
-        steps = [r.up.number("steps") for r in replies]
+        steps = [max(r.up.number("steps"), 0.0) for r in replies]
         mean = super().fold(state, replies, stage, world).params  # for buffers
-        moved = state.next(params={**mean, **normalised_mean(sent, replies, steps)})
+        moved = state.next(params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)})
         if self.ccvr != "full":
             return moved
         lr, everyone = world.plans[stage.name].lr_at(stage.round), float(state.extra.tensor("labels").sum())
@@ -65,6 +67,11 @@ class FedNova(FedAvg):
             own = direction_of(sent, reply.up.params, lr, a)
             direction = add(direction, scale(own, reply.examples / everyone))
         return moved.next(direction=direction)
+
+
+def reach(ran: Ran, plan: Plan) -> float:
+    """a_i: the effective steps of a run under its plan; Adam's are counted as they are."""
+    return effective_steps(ran.steps, plan.momentum if plan.optimiser == "sgd" else 0.0)
 
 
 def direction_of(sent: Tensors, got: Tensors, lr: float, steps: float) -> dict[str, Tensor]:
@@ -80,7 +87,7 @@ class Counted(ClientWork):
     stage: str
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return Payload(params=params, steps=effective_steps(ran.steps, world.plans[self.stage].momentum)), NOTHING
+        return Payload(params=params, steps=reach(ran, world.plans[self.stage])), NOTHING
 
 
 @dataclass(frozen=True)

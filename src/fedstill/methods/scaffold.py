@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-from fedstill.aggregate import effective_steps, weighted_mean
+from fedstill.aggregate import weighted_mean
 from fedstill.methods.fedavg import FedAvg
-from fedstill.methods.fednova import direction_of
+from fedstill.methods.fednova import direction_of, reach
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
@@ -26,6 +26,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class Scaffold(FedAvg):
     """FedAvg with control variates on the server and on every client."""
+
+    permits: ClassVar[frozenset[str]] = frozenset()  # two sums, weighted differently, and the controls have no noise
 
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
 
@@ -67,7 +69,7 @@ class Controlled(ClientWork):
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         steps = float(ran.steps)
         if self.divide_by == "effective_steps":
-            steps = effective_steps(ran.steps, world.plans[self.stage].momentum)
+            steps = reach(ran, world.plans[self.stage])
         own, everyone = carry["own"], carry["everyone"]
         control = own
         if steps > 0:

@@ -9,18 +9,21 @@ from itertools import pairwise
 
 from torch import nn
 
-from fedstill.fields import Share
-from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.fields import CountOrZero, Share
+from fedstill.models.network import InputShape, Network, flat_size, projected
 from fedstill.registry import register
 
 
 @register("model", "cnn")
-def cnn(input_shape: InputShape, classes: int) -> Network:
+def cnn(input_shape: InputShape, classes: int, projection: CountOrZero = 0) -> Network:
     """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters on CIFAR-10.
+
+    projection: the width of a projection under the head, as MOON has it (256 there); 0 for none.
 
     Source: FedNTD, appendix B.1; FedAvg's CNN of McMahan et al. with padding.
     """
-    return _build("cnn", input_shape, classes, [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)], [512])
+    blocks = [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)]
+    return _build("cnn", input_shape, classes, blocks, [512], projection=projection)
 
 
 @register("model", "simple_cnn")
@@ -86,6 +89,7 @@ def _build(
     blocks: list[list[nn.Module]],
     hidden: list[int],
     dropout: float = 0.0,
+    projection: int = 0,
 ) -> Network:
     layers = [layer for block in blocks for layer in block]
     width = flat_size(name, layers, input_shape)
@@ -95,4 +99,5 @@ def _build(
         width = size
     if dropout > 0:
         layers.append(nn.Dropout(dropout))
-    return Network(nn.Sequential(*layers), width, classes)
+    more, width = projected(width, projection)
+    return Network(nn.Sequential(*layers, *more), width, classes)

@@ -6,17 +6,20 @@ import math
 
 from torch import nn
 
-from fedstill.fields import Count
-from fedstill.models.network import InputShape, Network
+from fedstill.fields import Count, CountOrZero
+from fedstill.models.network import InputShape, Network, projected
 from fedstill.registry import register
 
 
 @register("model", "mlp")
 @register("model", "logistic", about="Multinomial logistic regression: one linear layer on the pixels.", hidden=())
-def mlp(input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200)) -> Network:
+def mlp(
+    input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200), projection: CountOrZero = 0
+) -> Network:
     """A fully connected network on the pixels, with ReLU after each hidden layer; by default FedAvg's 2NN.
 
-    hidden: the sizes of the hidden layers; CWC's MLP is ``(1024,)``.
+    hidden: the sizes of the hidden layers; CWC's MLP is ``(1024,)``. projection: the width of a projection under the
+    head, as MOON has it; 0 for none.
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", sec. 3.
     """
@@ -25,4 +28,5 @@ def mlp(input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200,
     for size in hidden:
         layers += [nn.Linear(width, size), nn.ReLU()]
         width = size
-    return Network(nn.Sequential(*layers), width, classes)
+    more, width = projected(width, projection)
+    return Network(nn.Sequential(*layers, *more), width, classes)

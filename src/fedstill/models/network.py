@@ -26,6 +26,16 @@ class Network(nn.Module):
         return self.head(self.body(x))  # type: ignore[no-any-return]
 
 
+def projected(width: int, projection: int) -> tuple[list[nn.Module], int]:
+    """The layers of a projection on ``width`` features, and the width after them: none, if ``projection`` is 0.
+
+    Source: MOON's network, whose head sits on top of a linear layer of the same width, ReLU, and a narrower one.
+    """
+    if not projection:
+        return [], width
+    return [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, projection)], projection
+
+
 def flat_size(name: str, layers: list[nn.Module], input_shape: InputShape) -> int:
     """How many numbers an image becomes after convolutions and max-pools with square kernels.
 

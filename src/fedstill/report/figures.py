@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.groups import Group
@@ -16,6 +16,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 PERCENT = {"tickformat": ".0%"}
 SHARE = {"tickformat": ".1f"}
 DIGITS = 5
+HEIGHT = 340
 
 
 class Style:
@@ -45,10 +46,10 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
     for group in groups:
         series = over_seeds(group, key)
         if series.rounds:
-            data += _line(group, style, series.rounds, series)
+            data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
         other = over_seeds(group, reference) if reference else Series([], [])
         if other.rounds:
-            data.append({**_mean(group, style, other.rounds, other), **_dotted(group, style)})
+            data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
     rounds = {"title": {"text": "round"}, "rangemode": "tozero", "unifiedhovertitle": {"text": "round %{x}"}}
     return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis)}
 
@@ -60,7 +61,7 @@ def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
         accuracy, times = over_seeds(group, "accuracy"), elapsed(group)
         seconds = dict(zip(times.rounds, times.mean, strict=True))
         if accuracy.rounds:
-            trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy)
+            trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT)
             data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
     axes = {"title": {"text": "seconds"}, "rangemode": "tozero", "hoverformat": ".1f"}
     return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT)}
@@ -89,7 +90,7 @@ def layout(**more: Any) -> dict[str, Any]:
     """What all figures share; colours of text and grid are set by the page, for they follow the reader's theme."""
     return {
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
-        "height": 340,
+        "height": HEIGHT,
         "hovermode": "x unified",
         "showlegend": True,
         "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
@@ -102,28 +103,29 @@ def rounded(value: float) -> float:
     return round(value, DIGITS)
 
 
-def _line(group: Group, style: Style, x: Sequence[float], series: Series) -> list[dict[str, Any]]:
-    band = []
-    if series.has_band:
-        high = [rounded(v.mean + v.std) for v in series.values]
-        low = [rounded(v.mean - v.std) for v in series.values]
-        quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
-        edge = {"width": 0, "color": style.colour(group)}
-        fill = {"fill": "toself", "fillcolor": _faint(style.colour(group), 0.16)}
-        band = [{"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "line": edge, **fill, **quiet}]
-    return [*band, _mean(group, style, x, series)]
+def _band(group: Group, style: Style, series: Series) -> list[dict[str, Any]]:
+    if not series.has_band:
+        return []
+    high = [rounded(v.mean + v.std) for v in series.values]
+    low = [rounded(v.mean - v.std) for v in series.values]
+    quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
+    edge = {"width": 0, "color": style.colour(group)}
+    fill = {"fill": "toself", "fillcolor": _faint(style.colour(group), 0.16)}
+    outline = {"x": [*series.rounds, *reversed(series.rounds)], "y": [*high, *reversed(low)]}
+    return [{"type": "scatter", **outline, "line": edge, **fill, **quiet}]
 
 
-def _mean(group: Group, style: Style, x: Sequence[float], series: Series) -> dict[str, Any]:
+def _mean(group: Group, style: Style, x: Sequence[float], series: Series, axis: Mapping[str, Any]) -> dict[str, Any]:
+    percent = axis.get("tickformat") == PERCENT["tickformat"]
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(x) <= 60 else "lines",
+        "mode": "lines+markers" if 1 < len(x) <= 60 else "lines" if len(x) > 1 else "markers",
         "name": named(group),
         "legendgroup": group.label,
         "x": list(x),
         "y": [rounded(v) for v in series.mean],
-        "customdata": [_seeds(v) for v in series.values],
-        "hovertemplate": "%{y:.2%}%{customdata}",
+        "customdata": [_seeds(v, 100 if percent else 1) for v in series.values],
+        "hovertemplate": f"%{{y:{'.2%' if percent else '.2f'}}}%{{customdata}}",
         "line": {"color": style.colour(group), "width": 2, "dash": style.dash(group)},
         "marker": {"size": 5, "color": style.colour(group)},
     }
@@ -160,6 +162,7 @@ def _bars(groups: Sequence[Group], style: Style, parts: dict[str, list[float]], 
             "text": [f"{name} {v:.1f} {unit}" for v in values],
             "textposition": "inside" if stacked else "auto",
             "insidetextanchor": "start",
+            "textangle": 0,
             "marker": {"color": [_faint(style.colour(g), alpha) for g in groups]},
             "hovertemplate": f"%{{y}}: {name} %{{x:.2f}} {unit}<extra></extra>",
         }
@@ -170,10 +173,11 @@ def _bars(groups: Sequence[Group], style: Style, parts: dict[str, list[float]], 
         "data": data,
         "layout": layout(
             barmode="stack" if stacked else "group",
-            height=90 + 34 * rows,
+            height=max(HEIGHT, 90 + 34 * rows),
+            uniformtext={"mode": "hide", "minsize": 10},
             showlegend=False,
             hovermode="closest",
-            bargap=0.25,
+            bargap=0.35,
             xaxis={"title": {"text": "seconds" if unit == "s" else "megabytes"}},
             yaxis={"autorange": "reversed", "type": "category"},
         ),
@@ -185,8 +189,8 @@ def _faint(colour: str, alpha: float) -> str:
     return f"rgba({red},{green},{blue},{alpha})"
 
 
-def _seeds(value: Spread) -> str:
-    return f" ± {100 * value.std:.2f} ({value.runs} seeds)" if value.runs > 1 else ""
+def _seeds(value: Spread, scale: int) -> str:
+    return f" ± {scale * value.std:.2f} ({value.runs} seeds)" if value.runs > 1 else ""
 
 
 def _average(values: Sequence[float]) -> float:

@@ -79,13 +79,14 @@ def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = 
 
     ``says``: what it shows and how to read it; printed below a title that is text, and read aloud in any case.
     """
-    above = f"<figcaption>{escape(title)}</figcaption>" if title else ""
+    above = f"<figcaption>{escape(title)}</figcaption>"
     if isinstance(title, str) and title:
         above += f'<p class="says">{escape(says)}</p>'
     data = f'<script type="application/json">{as_json(list(variants))}</script>'
     room = f'style="min-height:{variants[0]["layout"]["height"]}px"'
     plot = f'<div class="plot" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
-    return Html(f"<figure>{above}{plot}</figure>")
+    save = '<button class="save" type="button" title="Save this figure as SVG">SVG</button>'
+    return Html(f"<figure>{above}{save}{plot}</figure>")
 
 
 def grid(figures: Sequence[Html], kind: str = "") -> Html:

@@ -84,7 +84,9 @@ def split(groups: Sequence[Group]) -> Html | None:
     found = heatmaps.splits(groups)
     if not found:
         return None
-    says = "How many training examples of each class each client holds; blank is none. A client trains on its own only."
+    says = (
+        "How many training examples of each class each client holds: it trains on its own column only. Blank is none."
+    )
     names = [s.name for s in found]
     parts = [choice("split", "Split of", names)]
     if len(found) == 1:
@@ -179,7 +181,8 @@ def _any(groups: Sequence[Group], key: str) -> bool:
 
 def _labelled(group: Group, style: Style, note: str = "") -> Html:
     small = f"<br><small>{escape(note)}</small>" if note else ""
-    return Html(f'<span class="swatch" style="background:{style.colour(group)}"></span>{escape(group.label)}{small}')
+    swatch = f'<span class="swatch" style="background:{style.colour(group)}"></span>'
+    return Html(f'<span class="name">{swatch}<span>{escape(group.label)}{small}</span></span>')
 
 
 def _cell(row: Row, measure: Measure) -> Cell:

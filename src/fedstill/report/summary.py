@@ -35,8 +35,8 @@ MEASURES = (
     Measure("in_local_accuracy", "in-local", "%", 100, 2, "local models on classes as their own client has them"),
     Measure("out_local_accuracy", "out-local", "%", 100, 2, "local models on the classes that their client lacks"),
     Measure("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
-    Measure("bytes_up", "MB up", "MB", 1e-6, 2, "sent by clients, all rounds"),
-    Measure("bytes_down", "MB down", "MB", 1e-6, 2, "sent to clients, all rounds"),
+    Measure("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
+    Measure("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
 )
 """The columns in their order; accuracies and forgetting are shares, shown in percent."""
 

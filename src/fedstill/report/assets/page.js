@@ -22,8 +22,8 @@
     const font = { family: "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", size: 12, color: ink };
     const axis = { gridcolor: line, zerolinecolor: line, linecolor: line };
     const hover = { bgcolor: night ? "#1b2026" : "#ffffff", bordercolor: line, font: { color: ink, size: 12 } };
-    const clear = "rgba(0,0,0,0)", modebar = { bgcolor: clear, color: line, activecolor: ink };
-    const out = { ...layout, font, hoverlabel: hover, modebar, paper_bgcolor: clear, plot_bgcolor: clear };
+    const clear = "rgba(0,0,0,0)";
+    const out = { ...layout, font, hoverlabel: hover, paper_bgcolor: clear, plot_bgcolor: clear };
     for (const key of Object.keys(layout)) {
       if (/^[xy]axis/.test(key)) out[key] = { ...axis, ...layout[key] };
     }
@@ -31,14 +31,23 @@
   }
 
   const config = {
-    responsive: true, displaylogo: false, displayModeBar: "hover",
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "zoomIn2d", "zoomOut2d"],
-    toImageButtonOptions: { format: "svg" },
+    responsive: true, displaylogo: false, displayModeBar: false,
   };
 
   function draw(plot, width) {
     const { data, layout } = plot.variants[Math.min(plot.shown, plot.variants.length - 1)];
     return Plotly.react(plot.box, data, themed(layout, width), config);
+  }
+
+  // As on paper, whatever the theme.
+  async function save(plot) {
+    const title = plot.box.parentElement.querySelector("figcaption").textContent || plot.box.dataset.name;
+    const filename = title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+    printing = true;
+    await draw(plot);
+    printing = false;
+    await Plotly.downloadImage(plot.box, { format: "svg", filename });
+    await draw(plot);
   }
 
   function listen() {
@@ -49,6 +58,9 @@
           draw(plot);
         }
       });
+    }
+    for (const plot of plots) {
+      plot.box.parentElement.querySelector("button").addEventListener("click", () => save(plot));
     }
     dark.addEventListener("change", () => plots.forEach((p) => draw(p)));
     window.addEventListener("beforeprint", () => {

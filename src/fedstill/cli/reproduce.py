@@ -1,0 +1,64 @@
+"""The command that runs a paper's table and prints ours beside the paper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+
+from fedstill.cli.app import Jobs, Names, Quiet, Settings, app
+from fedstill.cli.comparisons import carry_out
+
+Seeds = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
+
+
+@app.command
+def reproduce(
+    recipe: str = "",
+    *,
+    cells: Names = (),
+    rounds: int | None = None,
+    seeds: Seeds = 3,
+    data: str = "",
+    out: Path | None = None,
+    jobs: Jobs = None,
+    set_: Settings = (),
+    table: bool = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run a paper's table, going on where it stopped, and print ours beside the paper's; without a name, list them.
+
+    Parameters
+    ----------
+    recipe: A table by name, e.g. fedadkd/table2.
+    cells: Only these, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". Unset, all.
+    rounds: Other than the paper's.
+    seeds: How many seeds: 1, 2, 3, ...
+    data: Another data set than the paper's, in all columns.
+    out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.
+    jobs: How many runs at once. Unset, one a core, as far as memory goes.
+    set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
+    table: Run nothing; print the table of what is there.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment import recipes
+    from fedstill.experiment.config import parse_overrides
+    from fedstill.report import reproduced, terminal
+
+    screen = terminal.console()
+    if not recipe:
+        rows = [(name, recipes.load(name).paper) for name in recipes.names()]
+        screen.print(terminal.table(["recipe", "what it is"], rows, words=2))
+        return 0
+    found = recipes.load(recipe)
+    changes = parse_overrides(set_)
+    changes |= {"rounds": rounds} if rounds is not None else {}
+    changes |= {"data.name": data} if data else {}
+    folder = out or found.folder(changes)
+    chosen = found.cells(cells)
+    runs = found.variants(chosen, range(1, seeds + 1), changes, folder)
+    code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
+    for line in reproduced.tables(found, chosen, runs, changes):
+        screen.print(line)
+    return code

@@ -1,0 +1,104 @@
+"""Recipes: a paper's table as a file, with the setting of every cell and the number that was published."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.compare import Variant, seeded
+from fedstill.experiment.config import from_tree
+
+TOP = {"paper", "common", "columns", "rows", "published"}
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper prints in a cell, in percent; None where it prints nothing."""
+
+    accuracy: float | None = None
+    spread: float | None = None
+    forgetting: float | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all have in common."""
+
+    name: str
+    paper: str
+    common: Mapping[str, Any]
+    rows: Mapping[str, Mapping[str, Any]]
+    columns: Mapping[str, Mapping[str, Any]]
+    published: Mapping[tuple[str, str], Published]
+
+    def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
+        """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all if there is none.
+
+        Raises UnknownName for a pattern that matches nothing.
+        """
+        every = [(r, c) for c in self.columns for r in self.rows]
+        found: dict[tuple[str, str], None] = {}
+        for pattern in patterns or ("*:*",):
+            row, _, column = pattern.partition(":")
+            wanted = [(r, c) for r, c in every if _like(r, row) and _like(c, column or "*")]
+            if not wanted:
+                raise UnknownName("cell", pattern, [f"{r}:{c}" for r, c in every], where=self.name)
+            found.update(dict.fromkeys(wanted))
+        return list(found)
+
+    def variants(
+        self, cells: Sequence[tuple[str, str]], seeds: Sequence[int], changes: Mapping[str, Any], out: Path
+    ) -> list[Variant]:
+        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size, other data)."""
+        found = []
+        for row, column in cells:
+            tree = {**self.common, **self.columns[column], **self.rows[row]}
+            experiment = from_tree(tree, {}, None).with_values({"threads": 1, **changes}, "command line")
+            folder = out / f"{column} {row}".replace("/", "-").replace(":", "-").replace(" ", "_")
+            found += [seeded(f"{row} | {column}", experiment, seed, folder) for seed in seeds]
+        return found
+
+    def folder(self, changes: Mapping[str, Any]) -> Path:
+        """Where its runs go unless said otherwise: a folder of its own for every reduced size."""
+        base = Path("runs") / self.name.replace("/", "-")
+        if not changes:
+            return base
+        key = hashlib.sha256(json.dumps(dict(changes), sort_keys=True).encode()).hexdigest()[:6]
+        return base.with_name(f"{base.name}-reduced-{key}")
+
+
+def names() -> list[str]:
+    """The recipes there are, as ``paper/table``."""
+    root = resources.files("fedstill.recipes")
+    folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_")]
+    return sorted(f"{f.name}/{t.name.removesuffix('.toml')}" for f in folders for t in f.iterdir() if _is_toml(t))
+
+
+def load(name: str) -> Recipe:
+    """A recipe by its name; raises UnknownName with the nearest one."""
+    if name not in names():
+        raise UnknownName("recipe", name, names())
+    paper, _, table = name.partition("/")
+    text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
+    tree = tomllib.loads(text)
+    if set(tree) != TOP:
+        raise ConfigError(f"recipe {name}: it has {sorted(tree)}, and must have {sorted(TOP)}")
+    published = {(r, c): Published(**cell) for r, row in tree["published"].items() for c, cell in row.items()}
+    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published)
+
+
+def _is_toml(file: Traversable) -> bool:
+    return file.name.endswith(".toml")
+
+
+def _like(name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name.lower(), pattern.strip().lower())

@@ -1,0 +1,81 @@
+"""FedDF: after averaging, the server distils the averaged model towards the clients' models, on public images.
+
+Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020), Algorithm 1 with its
+AvgLogits: the target is the softmax of the plain mean of the sampled clients' logits.
+Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as here).
+Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000 without gain on held-out
+labelled images; 10,000 steps are 25 passes over its 50,000 public images. Here the server has no labelled images, and
+makes a fixed number of passes, 25 as it is; ``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
+Reading: its Adam starts at 0.001 and follows a cosine to 0 within a round; here it stays at 0.001.
+Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here as in the other methods' tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import IncompatibleMethod
+from fedstill.fields import Positive
+from fedstill.losses import kd
+from fedstill.methods.fedavg import PAPER, FedAvg
+from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+SERVERS = "teach_server"
+"""The stage in which the server distils."""
+
+
+@method("feddf")
+@dataclass(frozen=True)
+class FedDF(FedAvg):
+    """FedAvg, then the server distils the mean of the clients' logits into the average, on unlabelled public data."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", SERVERS})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
+    permits: ClassVar[frozenset[str]] = frozenset()  # the server runs each client's model
+    plans: ClassVar[Mapping[str, Plan]] = {
+        "train": PAPER,
+        SERVERS: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),
+    }
+
+    temperature: Positive = 1.0
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        if SERVERS not in {s.name for s in stages}:
+            raise IncompatibleMethod(f"method feddf needs its server's stage: set topology.server = {SERVERS!r}")
+        return state
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        models = state.extra.many("model") if stage.name == SERVERS else {}
+        return Payload({"params": state.params, **many("model", models)})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Fused(self.temperature) if stage.name == SERVERS else ClientWork()
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == SERVERS:
+            return state.without("model.").next(params=replies[0].up.params)
+        averaged = super().fold(state.without("model."), replies, stage, world)
+        models = many("model", {r.client: r.up.params for r in replies})
+        return replace(averaged, extra=Payload({**averaged.extra, **models}))
+
+
+@dataclass(frozen=True)
+class Fused(ClientWork):
+    """The divergence from the mean of the teachers' logits; no label is read."""
+
+    temperature: float
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(down.params, teachers={str(c): p for c, p in down.many("model").items()})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        mean = torch.stack([step.teacher(name) for name in carry.teachers]).mean(0)  # (B, C)
+        return {"ensemble": kd(step.logits(), mean, self.temperature)}

@@ -1,0 +1,78 @@
+"""A paper's table beside ours: for every column the levels, and the difference of each row to the first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.experiment.compare import Variant
+from fedstill.experiment.recipes import Published, Recipe
+from fedstill.report.summary import NONE, Spread, spread
+from fedstill.report.terminal import table
+
+HEAD = ("", "ours [%]", "paper [%]", "ours, to first", "paper, to first", "our F [%]", "paper F [%]", "seeds")
+
+
+def tables(
+    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any]
+) -> Iterator[RenderableType]:
+    """The title, what makes it a reduced run if anything does, and one table for each column."""
+    yield Text(recipe.paper, style="bold")
+    if changes:
+        said = ", ".join(f"{k} = {v}" for k, v in changes.items())
+        yield Text(f"REDUCED OR CHANGED against the paper: {said}. Levels cannot be compared, differences perhaps.")
+    for column in dict.fromkeys(c for _, c in cells):
+        yield Text(f"\n{column}", style="bold")
+        yield table(HEAD, _rows(recipe, column, [r for r, c in cells if c == column], _found(runs)))
+
+
+def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        path = run.folder / "summary.json"
+        if path.is_file():
+            found.setdefault(run.label, []).append(json.loads(path.read_text()))
+    return found
+
+
+def _rows(
+    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[list[str]]:
+    ours = {r: found.get(f"{r} | {column}", []) for r in rows}
+    theirs = {r: recipe.published.get((r, column), Published()) for r in rows}
+    accuracy = {r: spread([s["accuracy"] for s in ours[r]]) for r in rows}
+    return [
+        [
+            row,
+            _said(accuracy[row]),
+            _printed(theirs[row]),
+            _apart(_percent(accuracy[row]), _percent(accuracy[rows[0]])),
+            _apart(theirs[row].accuracy, theirs[rows[0]].accuracy),
+            _said(spread([s["forgetting"] for s in ours[row]])),
+            NONE if theirs[row].forgetting is None else f"{theirs[row].forgetting:.1f}",
+            str(len(ours[row])),
+        ]
+        for row in rows
+    ]
+
+
+def _said(value: Spread | None) -> str:
+    return value.text(100, 1) if value else NONE
+
+
+def _percent(value: Spread | None) -> float | None:
+    return 100 * value.mean if value else None
+
+
+def _printed(cell: Published) -> str:
+    if cell.accuracy is None:
+        return NONE
+    return f"{cell.accuracy:.1f}" + (f" ± {cell.spread:.1f}" if cell.spread is not None else "")
+
+
+def _apart(value: float | None, first: float | None) -> str:
+    return NONE if value is None or first is None else f"{value - first:+.1f}"

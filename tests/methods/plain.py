@@ -1,0 +1,164 @@
+"""Federated learning written out plainly with torch.optim and autograd, for tests to compare the library with.
+
+Of the library only draws are used: who is sampled, in which order examples come, and the initial weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import toys
+from fedstill.engines.memory import Memory
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.keys import generator, seed_for
+from fedstill.method import run_census, run_round
+from fedstill.models import contract
+from fedstill.records import State
+from fedstill.topology import sample
+
+Params = dict[str, Tensor]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+PLAN = {"epochs": 2, "batch": 10, "lr": 0.1, "lr_decay": 0.9, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+@dataclass
+class Sent:
+    """What a client of a plain federation ends with."""
+
+    client: int
+    params: Params
+    examples: int
+    steps: int
+    reach: float  # how far its steps go, momentum counted, by a counter that runs along
+
+
+@dataclass
+class Federation:
+    """A plain federation over the data that an experiment deals out."""
+
+    ready: Prepared
+    sampled: int = 4
+
+    @property
+    def start(self) -> Params:
+        return {k: v.clone() for k, v in self.ready.world.initial(0).items()}
+
+    def net(self, params: Mapping[str, Tensor]) -> nn.Module:
+        made = contract.build(self.ready.world.model(0))
+        made.load_state_dict(dict(params))
+        return made
+
+    def cohort(self, round: int) -> list[int]:
+        return sorted(sample(self.ready.world, round, self.sampled))
+
+    def data(self, client: int) -> tuple[Tensor, Tensor]:
+        part, train = self.ready.sites.parts[client], self.ready.sites.train
+        return self.inputs(train.images[part]), train.labels[part]
+
+    def inputs(self, images: Tensor) -> Tensor:
+        mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.ready.dataset.mean, self.ready.dataset.std))
+        return (images.float() / 255 - mean) / std
+
+    def shares(self, client: int) -> np.ndarray:
+        labels = self.data(client)[1].numpy()
+        return np.array([(labels == c).mean() for c in range(toys.CLASSES)])
+
+    def lr(self, round: int) -> float:
+        return PLAN["lr"] * PLAN["lr_decay"] ** (round - 1)
+
+    def fit(
+        self, start: Params, loss: Loss, round: int, client: int, correction: Params | None = None, momentum: float = -1
+    ) -> Sent:
+        """One client's local training; a correction is added to every gradient."""
+        rho = PLAN["momentum"] if momentum < 0 else momentum
+        model, (x, y) = self.net(start), self.data(client)
+        sgd = torch.optim.SGD(
+            model.parameters(), lr=self.lr(round), momentum=rho, weight_decay=PLAN["weight_decay"], foreach=False
+        )
+        order = generator(seed_for(7, round, 0, client, "order"))
+        steps, counter, reach = 0, 0.0, 0.0
+        for _ in range(PLAN["epochs"]):
+            for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
+                sgd.zero_grad()
+                loss(model, x[index], y[index]).backward()
+                for name, p in model.named_parameters():
+                    p.grad += correction[name] if correction else 0
+                sgd.step()
+                steps, counter = steps + 1, rho * counter + 1
+                reach += counter
+        return Sent(client, {k: v.detach().clone() for k, v in model.state_dict().items()}, len(y), steps, reach)
+
+
+def average(sent: list[Sent], uniform: bool = False) -> Params:
+    """The mean of models, by size or uniform."""
+    weights = [1.0 if uniform else s.examples for s in sent]
+    return {k: sum(w * s.params[k] for w, s in zip(weights, sent, strict=True)) / sum(weights) for k in sent[0].params}
+
+
+def minus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: float = 1.0) -> Params:
+    """factor times the difference."""
+    return {k: factor * (a[k] - b[k]) for k in a}
+
+
+def norm(a: Mapping[str, Tensor]) -> float:
+    return float(sum((v**2).sum() for v in a.values()) ** 0.5)
+
+
+def ce(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Plain cross-entropy."""
+    return nn.functional.nll_loss(model(x).log_softmax(1), y)
+
+
+def experiment(method: object, **changes: object) -> Experiment:
+    """A toy experiment of two rounds under the plain plan, nothing measured."""
+    plan = {**PLAN, **changes.pop("plan", {})}  # type: ignore[dict-item]
+    return toys.toy(method, plan=plan, **{"rounds": 2, "measure": (), **changes})
+
+
+@functools.cache
+def _blobs():
+    return toys.blobs()
+
+
+def ready_for(method: object, **changes: object) -> Prepared:
+    """The experiment with its data dealt out."""
+    return prepare(settle(experiment(method, **changes)), changes.pop("dataset", None) or _blobs())  # type: ignore[arg-type]
+
+
+def drive(ready: Prepared) -> tuple[list[State], Memory]:
+    """The library's own run: its states, that before round 1 first, and what its clients remember."""
+    settings, world, engine = ready.settings, ready.world, ready.engine()
+    watch = lambda *_: None  # noqa: E731
+    state = settings.method.setup(world)
+    if "label_counts" in settings.method.requires():
+        state = run_census(state, world, engine, watch, settings.rules)
+    states = [state]
+    for round in range(1, world.rounds + 1):
+        stages = settings.topology(round, world)
+        states.append(run_round(settings.method, states[-1], stages, world, engine, watch, settings.rules))
+    return states, engine.memory
+
+
+def check(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> None:
+    """The same model but for rounding."""
+    assert set(ours) == set(theirs)
+    for key in theirs:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=2e-4, atol=4e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def check_matters(ours: Mapping[str, Tensor], ready: Prepared, rounds: int = 2) -> None:
+    """That the method did something: its model is not FedAvg's."""
+    fed = Federation(ready)
+    params = fed.start
+    for round in range(1, rounds + 1):
+        params = average([fed.fit(params, ce, round, c) for c in fed.cohort(round)])
+    way = norm(minus(params, fed.start))
+    assert norm(minus({k: ours[k] for k in params}, params)) > 0.01 * way

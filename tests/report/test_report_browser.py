@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedstill.report.page import write_page
+
+pytestmark = pytest.mark.slow
+
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-default-apps",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+)
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Any]:
+    """A headless Chromium with nothing in it, which logs what it does."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("there is no Chromium with a chromedriver on the path")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    window = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield window
+    window.quit()
+
+
+def opened(browser: Any, page: Path) -> None:
+    browser.get(page.as_uri())
+    end = time.monotonic() + 60
+    while not browser.execute_script("return document.body.dataset.drawn"):
+        assert time.monotonic() < end, "the figures were not drawn within a minute"
+        time.sleep(0.1)
+
+
+def requests(browser: Any) -> list[str]:
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+    return [url for url in sent if not url.startswith(("data:", "blob:"))]
+
+
+@pytest.mark.parametrize("width", [1280, 420])
+def test_a_real_browser_draws_all_figures(browser: Any, finished: Path, tmp_path: Path, width: int) -> None:
+    page = write_page([finished], tmp_path / "report.html")
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    opened(browser, page)
+    asked = browser.execute_script("return document.querySelectorAll('.plot').length")
+    count = "return [...document.querySelectorAll('.plot')].filter(p => p.querySelector('svg.main-svg .plot')).length"
+    assert browser.execute_script(count) == asked == 11
+    traces = "return document.querySelectorAll('.scatterlayer .trace').length"
+    assert browser.execute_script(traces) >= 2 * (2 + 2 + 2 + 2 + 1 + 1)
+    assert browser.execute_script("return document.querySelectorAll('.heatmaplayer image').length") == 3
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    assert requests(browser) == [page.as_uri()]
+
+
+def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: Path) -> None:
+    opened(browser, write_page([finished], tmp_path / "report.html"))
+    shown = "return document.querySelector('[data-name=classes]').data[0].z"
+    choose = (
+        "const s = document.querySelector('[data-controls=classes]'); s.value = 1; s.dispatchEvent(new Event('change'))"
+    )
+    mean = browser.execute_script(shown)
+    browser.execute_script(choose)
+    assert browser.execute_script(shown) != mean
+    assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []

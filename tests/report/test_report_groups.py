@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+from pathlib import Path
+
+import pytest
+from stopped_runs import stop_after
+
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.report import heatmaps, series
+from fedstill.report.groups import differing, groups
+from fedstill.report.summary import MEASURES, columns, rows
+
+
+def summaries(folder: Path, *names: str) -> list[dict[str, float]]:
+    return [json.loads((folder / n / "summary.json").read_text()) for n in names]
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def test_runs_that_differ_in_their_seed_are_one_group(finished: Path) -> None:
+    found = groups([finished])
+    assert [g.label for g in found] == ["fedavg", "toy_failing"]
+    assert [g.seeds for g in found] == [[7, 8], [7, 8]]
+    assert all(g.finished for g in found)
+    assert "method.who" in differing([g.settings for g in found])
+
+
+def test_a_directory_named_twice_counts_once(finished: Path) -> None:
+    (group,) = groups([finished / "avg7", finished / "avg7", finished / "avg8"])
+    assert group.seeds == [7, 8]
+
+
+def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
+    row = rows(groups([finished]))[0]
+    own = summaries(finished, "avg7", "avg8")
+    for key in ("accuracy", "best_accuracy", "mean_accuracy_last_10", "forgetting", "bytes_up", "bytes_down"):
+        values = [s[key] for s in own]
+        spread = row.values[key]
+        assert spread is not None
+        assert spread.mean == pytest.approx(statistics.fmean(values)), key
+        assert spread.std == pytest.approx(statistics.stdev(values)), key
+        assert spread.runs == 2
+    assert row.seeds == 2
+    assert row.note == ""
+    assert columns([row]) == list(MEASURES)
+
+
+def test_a_second_run_of_a_seed_is_left_out(some_runs: Path) -> None:
+    shutil.copytree(some_runs / "avg7", some_runs / "again")
+    stop_after(some_runs / "again", 1)
+    group = groups([some_runs])[0]
+    assert [r.folder.name for r in group.runs] == ["avg7", "avg8"]
+    assert [r.folder.name for r in group.repeats] == ["again"]
+
+
+def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
+    edit(some_runs / "avg8" / "config.toml", "alpha = 1.0", "alpha = 0.5")
+    edit(some_runs / "avg8" / "config.toml", "lr = 0.1", "lr = 0.2")
+    assert [g.label for g in groups([some_runs])][:2] == ["fedavg, alpha=1.0, lr=0.1", "fedavg, alpha=0.5, lr=0.2"]
+
+
+def test_unfinished_runs_count_up_to_where_they_are(some_runs: Path) -> None:
+    stop_after(some_runs / "avg8", 1)
+    group = groups([some_runs])[0]
+    assert not group.finished
+    assert rows([group])[0].note == "1 of 2 runs unfinished, at round 1 of 3"
+    assert [v.runs for v in series.over_seeds(group, "accuracy").values] == [2, 2, 1, 1]
+
+
+def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
+    for name in ("avg7", "avg8"):
+        stop_after(some_runs / name, 0)
+    row = rows(groups([some_runs]))[0]
+    assert set(row.values.values()) == {None}
+    assert row.text(MEASURES[0]) == "–"
+
+
+def test_distinct_splits_are_one_a_seed(finished: Path) -> None:
+    found = heatmaps.splits(groups([finished]))
+    assert [s.name for s in found] == ["seed 7 (dirichlet, 6 clients)", "seed 8 (dirichlet, 6 clients)"]
+    assert [len(s.runs) for s in found] == [2, 2]
+
+
+def test_phases_sum_to_the_seconds_of_the_rounds(finished: Path) -> None:
+    for run in groups([finished])[0].runs:
+        phases = series.phases(run)
+        total = sum(e["seconds"] for e in run.rounds)
+        assert phases.training + phases.measuring + phases.other == pytest.approx(total)
+        assert min(phases.training, phases.measuring, phases.other) >= 0
+
+
+def test_directories_without_runs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        groups([tmp_path])
+    with pytest.raises(ConfigError, match="there is no directory"):
+        groups([tmp_path / "absent"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('{"event":"initial"', '{"event":"initial'),
+        ('{"event":"start"', '{"event":"begin"'),
+        ('"class_accuracy":[', '"class_accuracy":[0.5,'),
+        ('{"event":"round","round":2', '{"event":"round","round":1'),
+        ('{"event":"round","round":1', '{"event":"round","round":null'),
+        ('"forgetting":', '"forgetting":"much","was":'),
+        ('"label_counts":[[', '"label_counts":[[3],['),
+        ('"classes":[', '"classes":7,"were":['),
+        ('{"event":"client"', '{"event":"client","seconds":[]'),
+        ('"sources":{}', '"sources":[]'),
+    ],
+)
+def test_a_damaged_journal_is_named(some_runs: Path, old: str, new: str) -> None:
+    path = some_runs / "avg7" / "journal.jsonl"
+    edit(path, old, new)
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl"):
+        groups([some_runs])
+
+
+@pytest.mark.parametrize("text", ["rounds = ", "rounds = 3\n", 'rounds = "3"\nseed = 1\n'])
+def test_a_damaged_config_is_named(some_runs: Path, text: str) -> None:
+    (some_runs / "avg7" / "config.toml").write_text(text)
+    with pytest.raises(CorruptFile, match=r"config\.toml"):
+        groups([some_runs])

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+import torch
+from stopped_runs import stop_after
+
+import toys
+from fedstill.data.sources import from_tensors
+from fedstill.errors import ConfigError
+from fedstill.experiment import runner
+from fedstill.report.markup import as_json
+from fedstill.report.page import write_page
+
+NASTY = "<script>alert(1)</script>"
+
+
+def figures(text: str) -> list[dict[str, Any]]:
+    found = re.findall(r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
+    return [figure for variants in found for figure in json.loads(variants)]
+
+
+def sections(text: str) -> list[str]:
+    return re.findall(r'<section id="(\w+)">', text)
+
+
+def page_of(folder: Path, out: Path) -> str:
+    return write_page([folder], out / "report.html").read_text()
+
+
+def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path: Path) -> None:
+    text = page_of(finished, tmp_path)
+    assert sections(text) == ["results", "rounds", "classes", "split", "knowledge", "cost", "failures", "settings"]
+    drawn = figures(text)
+    for figure in drawn:
+        go.Figure(figure)
+    names = {t.get("name") for f in drawn for t in f["data"]}
+    assert {"fedavg", "toy_failing"} <= names
+    assert sum(t["type"] == "heatmap" for f in drawn for t in f["data"]) == 2 * 3 + 2
+
+
+def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None:
+    journals = [[json.loads(x) for x in (finished / n / "journal.jsonl").open()] for n in ("avg7", "avg8")]
+    both = [[e["accuracy"] for e in j if e["event"] in ("initial", "round")] for j in journals]
+    means = [sum(pair) / 2 for pair in zip(*both, strict=True)]
+    accuracy = figures(page_of(finished, tmp_path))[0]
+    (line,) = [t for t in accuracy["data"] if t.get("name") == "fedavg"]
+    assert line["x"] == [0, 1, 2, 3]
+    assert line["y"] == pytest.approx(means, abs=1e-5)
+
+
+def test_a_group_has_one_colour_everywhere(finished: Path, tmp_path: Path) -> None:
+    colours: dict[str, set[str]] = {}
+    for figure in figures(page_of(finished, tmp_path)):
+        for trace in figure["data"]:
+            if "line" in trace and trace.get("legendgroup"):
+                colours.setdefault(trace["legendgroup"], set()).add(trace["line"]["color"])
+    assert all(len(c) == 1 for c in colours.values())
+    assert colours["fedavg"] != colours["toy_failing"]
+
+
+def test_nothing_is_loaded_and_plotly_is_there_once(finished: Path, tmp_path: Path) -> None:
+    text = page_of(finished, tmp_path)
+    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!data:,)""", text)
+    assert "http:" not in text
+    assert "https:" not in text
+    (packed,) = re.findall(r'id="plotly">([^<]+)<', text)
+    assert b"plotly.js v" in gzip.decompress(base64.b64decode(packed))[:200]
+    assert len(text) < 3e6
+
+
+def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) -> None:
+    text = page_of(finished, tmp_path)
+    failures = text[text.index('id="failures"') :]
+    assert "not finite" in failures or "finite" in failures
+    alone = write_page([finished / "avg7"], tmp_path / "alone.html").read_text()
+    assert "failures" not in sections(alone)
+
+
+def test_unfinished_runs_are_labelled(some_runs: Path, tmp_path: Path) -> None:
+    stop_after(some_runs / "avg8", 2)
+    text = page_of(some_runs, tmp_path)
+    assert "1 of 4 runs are unfinished" in text
+    assert "at round 2 of 3" in text
+    assert "fedavg (unfinished)" in text
+
+
+def test_runs_without_a_round_give_a_page_all_the_same(some_runs: Path, tmp_path: Path) -> None:
+    stop_after(some_runs / "avg8", 0)
+    text = write_page([some_runs / "avg8"], tmp_path / "report.html").read_text()
+    assert sections(text) == ["results", "split", "settings"]
+    (some_runs / "avg8" / "journal.jsonl").write_text("")
+    text = write_page([some_runs / "avg8"], tmp_path / "report.html").read_text()
+    assert sections(text) == ["results", "settings"]
+    assert sections(page_of(some_runs, tmp_path))[:3] == ["results", "rounds", "classes"]
+
+
+def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: Path) -> None:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
+    data = from_tensors("three", (images, torch.arange(90) % 3), (images, torch.arange(90) % 3), [NASTY, "b", "c"])
+    runner.run(toys.toy("fedavg", rounds=1, seed=3), some_runs / "three", data=data)
+    text = page_of(some_runs, tmp_path)
+    assert NASTY not in text
+    assert "rounds=1" in text
+    heat = [t for f in figures(text) for t in f["data"] if t["type"] == "heatmap"]
+    assert {len(t["y"]) for t in heat} == {3, 5}
+    for figure in figures(text):
+        go.Figure(figure)
+
+
+def test_names_are_escaped(some_runs: Path, tmp_path: Path) -> None:
+    for name in ("avg7", "avg8"):
+        path = some_runs / name / "config.toml"
+        path.write_text(path.read_text().replace('name = "fedavg"', f"name = '{NASTY}'"))
+    assert NASTY not in page_of(some_runs, tmp_path)
+    assert "</script" not in as_json([NASTY])
+
+
+def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) -> None:
+    path = some_runs / "avg7" / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in lines:
+        if event["event"] in ("round", "initial"):
+            event |= {"accuracy": None, "class_accuracy": [None] * 5, "forgetting": None, "consistency": None}
+            event.pop("in_local_accuracy", None)
+            event.pop("out_local_accuracy", None)
+    path.write_text("".join(json.dumps(e) + "\n" for e in lines))
+    text = write_page([some_runs / "avg7"], tmp_path / "report.html").read_text()
+    assert sections(text) == ["results", "split", "cost", "settings"]
+
+
+def test_a_report_that_cannot_be_written_is_named(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        write_page([finished], tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot write the report"):
+        write_page([finished], tmp_path / "file" / "report.html")

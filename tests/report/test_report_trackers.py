@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedstill.errors import ConfigError
+from fedstill.report.trackers import export, export_tensorboard
+
+
+class Kept:
+    """A tracker that keeps what it is given."""
+
+    every: dict[str, list[tuple[str, float, int]]]
+
+    def __init__(self, folder: Path) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        Kept.every[folder.name] = self.scalars
+
+    def scalar(self, name: str, value: float, round: int) -> None:
+        self.scalars.append((name, value, round))
+
+    def close(self) -> None:
+        self.scalars.append(("closed", 0.0, -1))
+
+
+def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) -> None:
+    Kept.every = {}
+    folders = export([finished], tmp_path / "out", Kept)
+    assert [f.name for f in folders] == ["fedavg-seed7", "fedavg-seed8", "toy_failing-seed7", "toy_failing-seed8"]
+    taken = Kept.every["fedavg-seed7"]
+    events = [json.loads(line) for line in (finished / "avg7" / "journal.jsonl").open()]
+    assert ("accuracy", events[-1]["accuracy"], 3) in taken
+    assert ("class_accuracy/class 4", events[-1]["class_accuracy"][4], 3) in taken
+    assert {n for name, _, n in taken if name == "accuracy"} == {0, 1, 2, 3}
+    assert taken[-1][0] == "closed"
+
+
+def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    folder, *_ = export_tensorboard([finished / "avg7"], tmp_path / "out")
+    found = EventAccumulator(str(folder)).Reload()
+    written = {e.step: float(make_ndarray(e.tensor_proto)) for e in found.Tensors("forgetting")}
+    events = [json.loads(line) for line in (finished / "avg7" / "journal.jsonl").open()]
+    assert written == pytest.approx({e["round"]: e["forgetting"] for e in events if e["event"] == "round"})
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_tensorboard([finished / "avg7"], tmp_path / "out")
+
+
+def test_without_the_extra_it_says_how_to_get_it(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    with pytest.raises(ConfigError, match=r"pip install 'fedstill\[tensorboard\]'"):
+        export_tensorboard([finished], tmp_path / "out")
