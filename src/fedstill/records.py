@@ -182,6 +182,10 @@ class Examples:
         """The examples at some positions."""
         return Examples(self.images[index], self.labels[index])
 
+    def to(self, device: str) -> Examples:
+        """The examples on a device."""
+        return Examples(self.images.to(device), self.labels.to(device))
+
 
 @dataclass(frozen=True)
 class View:
@@ -204,7 +208,7 @@ class View:
 
     def logits(self, params: Tensors, of: Literal["data", "public"] = "data") -> Tensor:
         """Logits (n, C) of these parameters on the site's own or on the public data, in their order."""
-        return self.passes.logits(params, self._of(of))
+        return self.passes.logits(params, self._of(of)).cpu()
 
     def gradients(
         self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data"

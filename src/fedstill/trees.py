@@ -45,6 +45,11 @@ def clone(a: Tensors) -> dict[str, Tensor]:
     return {k: v.detach().clone(memory_format=torch.contiguous_format) for k, v in a.items()}
 
 
+def on_cpu(a: Tensors) -> dict[str, Tensor]:
+    """The same entries in the CPU's memory; those that are there already are not copied."""
+    return {k: v.cpu() for k, v in a.items()}
+
+
 def norm(a: Tensors) -> float:
     """The Euclidean norm over all real entries, in float64; NaN or infinite if an entry is.
 

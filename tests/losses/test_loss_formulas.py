@@ -73,6 +73,25 @@ def test_masked_kl_is_its_formula(tau: float) -> None:
     torch.testing.assert_close(losses.masked_kl(s, t, mask.expand(7, 5), tau), losses.masked_kl(s, t, mask, tau))
 
 
+@pytest.mark.parametrize("tau", TEMPERATURES)
+def test_model_contrast_is_its_formula(tau: float) -> None:
+    h, near, _ = draw(5)
+    far = draw(6)[0]
+
+    def cosine(a: np.ndarray, b: np.ndarray) -> float:
+        return float(a @ b / np.sqrt((a @ a) * (b @ b)))
+
+    expected = []
+    for a, b, c in zip(h.numpy(), near.numpy(), far.numpy(), strict=True):
+        to_near, to_far = np.exp(cosine(a, b) / tau), np.exp(cosine(a, c) / tau)
+        expected.append(-np.log(to_near / (to_near + to_far)))
+    np.testing.assert_allclose(losses.model_contrast(h, near, far, tau).numpy(), expected, rtol=1e-10)
+    np.testing.assert_allclose(losses.model_contrast(h, near, near, tau).numpy(), np.log(2), rtol=1e-12)
+    swapped = losses.model_contrast(h, far, near, tau)  # the two shares add up to 1
+    torch.testing.assert_close((-losses.model_contrast(h, near, far, tau)).exp() + (-swapped).exp(), torch.ones(7).double())
+    assert losses.model_contrast(h, h, -h, tau).max() < losses.model_contrast(h, near, far, tau).min()
+
+
 def test_other_mse_is_its_formula() -> None:
     s, t, y = draw(3)
     expected = [np.delete((s[i] - t[i]).numpy() ** 2, int(y[i])).sum() for i in range(len(y))]

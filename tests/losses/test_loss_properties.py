@@ -32,6 +32,8 @@ TABLE: dict[str, Loss] = {
     "nckd_slice": lambda s, t, y: losses.nckd_slice(s, t, y),
     "other_mse": lambda s, t, y: losses.other_mse(s, t, y),
     "other_mse, mean": lambda s, t, y: losses.other_mse(s, t, y, "mean"),
+    "model_contrast": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1)),
+    "model_contrast, cold": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1), 0.01),
 }
 """A new loss gets a row here."""
 

@@ -17,6 +17,7 @@ COUNTS = [
     ("cnn", CIFAR, 10, {}, 2_156_490),
     ("cnn", CIFAR, 100, {}, 2_202_660),
     ("cnn", GREY28, 10, {}, 1_663_370),
+    ("cnn", CIFAR, 10, {"projection": 256}, 2_151_360 + 512 * 513 + 256 * 513 + 10 * 257),
     ("simple_cnn", CIFAR, 10, {}, 1_147_466),
     ("lenet5", GREY28, 10, {}, 44_426),
     ("alexnet", CIFAR, 10, {}, 3_868_746),
@@ -33,6 +34,7 @@ COUNTS = [
     ("digits_cnn", DIGITS, 10, {}, 13_706),
     ("mlp", DIGITS, 10, {}, 64 * 200 + 200 + 200 * 200 + 200 + 2010),
     ("mlp", CIFAR, 10, {"hidden": (1024,)}, 3_157_002),
+    ("mlp", DIGITS, 10, {"hidden": (20,), "projection": 5}, 20 * 65 + 20 * 21 + 5 * 21 + 10 * 6),
     ("logistic", DIGITS, 10, {}, 650),
 ]
 
@@ -161,7 +163,9 @@ def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: 
 
 def test_options_of_the_registry() -> None:
     fields = {name: set(registry.lookup("model", name).fields) for name in OWN}
-    assert fields["cnn"] == fields["digits_cnn"] == set()
+    assert fields["digits_cnn"] == set()
+    assert fields["cnn"] == {"projection"}
+    assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}
     assert fields["alexnet"] == {"relu"}
     assert all(fields[name] == {"norm"} for name in RESNETS)

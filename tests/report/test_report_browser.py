@@ -40,6 +40,8 @@ def browser(tmp_path: Path) -> Iterator[Any]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     window = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    window.get("about:blank")
+    window.get_log("performance")  # what the browser's own first page asked for
     yield window
     window.quit()
 
@@ -64,9 +66,10 @@ def test_a_real_browser_draws_all_figures(browser: Any, finished: Path, tmp_path
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     opened(browser, page)
-    asked = browser.execute_script("return document.querySelectorAll('.plot').length")
-    count = "return [...document.querySelectorAll('.plot')].filter(p => p.querySelector('svg.main-svg .plot')).length"
-    assert browser.execute_script(count) == asked == 11
+    charts = browser.execute_script(
+        "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.main-svg .subplot.xy').length)"
+    )
+    assert charts == [1] * 11
     traces = "return document.querySelectorAll('.scatterlayer .trace').length"
     assert browser.execute_script(traces) >= 2 * (2 + 2 + 2 + 2 + 1 + 1)
     assert browser.execute_script("return document.querySelectorAll('.heatmaplayer image').length") == 3

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from stopped_runs import stop_after
+from run_journals import stop_after
 
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.report import heatmaps, series
@@ -114,7 +114,7 @@ def test_directories_without_runs_are_named(tmp_path: Path) -> None:
         ('"forgetting":', '"forgetting":"much","was":'),
         ('"label_counts":[[', '"label_counts":[[3],['),
         ('"classes":[', '"classes":7,"were":['),
-        ('{"event":"client"', '{"event":"client","seconds":[]'),
+        ('"seconds_training":', '"seconds_training":[],"was":'),
         ('"sources":{}', '"sources":[]'),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 import pytest
 import torch
-from stopped_runs import stop_after
+from run_journals import events, stop_after
 
 import toys
 from fedstill.data.sources import from_tensors
@@ -47,7 +47,7 @@ def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path:
 
 
 def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None:
-    journals = [[json.loads(x) for x in (finished / n / "journal.jsonl").open()] for n in ("avg7", "avg8")]
+    journals = [events(finished / n) for n in ("avg7", "avg8")]
     both = [[e["accuracy"] for e in j if e["event"] in ("initial", "round")] for j in journals]
     means = [sum(pair) / 2 for pair in zip(*both, strict=True)]
     accuracy = figures(page_of(finished, tmp_path))[0]
@@ -68,7 +68,8 @@ def test_a_group_has_one_colour_everywhere(finished: Path, tmp_path: Path) -> No
 
 def test_nothing_is_loaded_and_plotly_is_there_once(finished: Path, tmp_path: Path) -> None:
     text = page_of(finished, tmp_path)
-    assert not re.findall(r"""(?:src|href)\s*=\s*["']?(?!data:,)""", text)
+    assert re.findall(r"(?:src|href|action)=", text) == ["href="]  # of an empty icon
+    assert '<link rel="icon" href="data:,">' in text
     assert "http:" not in text
     assert "https:" not in text
     (packed,) = re.findall(r'id="plotly">([^<]+)<', text)
@@ -79,7 +80,7 @@ def test_nothing_is_loaded_and_plotly_is_there_once(finished: Path, tmp_path: Pa
 def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) -> None:
     text = page_of(finished, tmp_path)
     failures = text[text.index('id="failures"') :]
-    assert "not finite" in failures or "finite" in failures
+    assert "finite" in failures
     alone = write_page([finished / "avg7"], tmp_path / "alone.html").read_text()
     assert "failures" not in sections(alone)
 
@@ -105,7 +106,9 @@ def test_runs_without_a_round_give_a_page_all_the_same(some_runs: Path, tmp_path
 def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
-    data = from_tensors("three", (images, torch.arange(90) % 3), (images, torch.arange(90) % 3), [NASTY, "b", "c"])
+    data = from_tensors(
+        "three", (images, torch.arange(90) % 3), (images, torch.arange(90) % 3), classes=[NASTY, "b", "c"]
+    )
     runner.run(toys.toy("fedavg", rounds=1, seed=3), some_runs / "three", data=data)
     text = page_of(some_runs, tmp_path)
     assert NASTY not in text
@@ -126,7 +129,7 @@ def test_names_are_escaped(some_runs: Path, tmp_path: Path) -> None:
 
 def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) -> None:
     path = some_runs / "avg7" / "journal.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = events(path.parent)
     for event in lines:
         if event["event"] in ("round", "initial"):
             event |= {"accuracy": None, "class_accuracy": [None] * 5, "forgetting": None, "consistency": None}

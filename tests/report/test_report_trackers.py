@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+from run_journals import events
 
 from fedstill.errors import ConfigError
 from fedstill.report.trackers import export, export_tensorboard
@@ -31,9 +31,9 @@ def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) ->
     folders = export([finished], tmp_path / "out", Kept)
     assert [f.name for f in folders] == ["fedavg-seed7", "fedavg-seed8", "toy_failing-seed7", "toy_failing-seed8"]
     taken = Kept.every["fedavg-seed7"]
-    events = [json.loads(line) for line in (finished / "avg7" / "journal.jsonl").open()]
-    assert ("accuracy", events[-1]["accuracy"], 3) in taken
-    assert ("class_accuracy/class 4", events[-1]["class_accuracy"][4], 3) in taken
+    said = events(finished / "avg7")
+    assert ("accuracy", said[-1]["accuracy"], 3) in taken
+    assert ("class_accuracy/class 4", said[-1]["class_accuracy"][4], 3) in taken
     assert {n for name, _, n in taken if name == "accuracy"} == {0, 1, 2, 3}
     assert taken[-1][0] == "closed"
 
@@ -46,8 +46,8 @@ def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> N
     folder, *_ = export_tensorboard([finished / "avg7"], tmp_path / "out")
     found = EventAccumulator(str(folder)).Reload()
     written = {e.step: float(make_ndarray(e.tensor_proto)) for e in found.Tensors("forgetting")}
-    events = [json.loads(line) for line in (finished / "avg7" / "journal.jsonl").open()]
-    assert written == pytest.approx({e["round"]: e["forgetting"] for e in events if e["event"] == "round"})
+    said = events(finished / "avg7")
+    assert written == pytest.approx({e["round"]: e["forgetting"] for e in said if e["event"] == "round"})
     with pytest.raises(ConfigError, match="is not empty"):
         export_tensorboard([finished / "avg7"], tmp_path / "out")
 

@@ -42,16 +42,17 @@ def augment(
     """
     check_steps(steps)
     count, _, height, width = images.shape
-    rows, columns = _grid(count, height, width)
-    inside = torch.ones(1, dtype=torch.bool)
+    device = images.device
+    rows, columns = _grid(count, height, width, device)
+    inside = torch.ones(1, dtype=torch.bool, device=device)
     # From the batch back to the raw images: the step applied last is undone first.
     if "rotation" in steps:
-        rows, columns, inside = _rotation(rows, columns, _draw_angles(count, generator), height, width)
+        rows, columns, inside = _rotation(rows, columns, _draw_angles(count, generator).to(device), height, width)
     if "flip" in steps:
-        mirrored = (torch.rand(count, generator=generator, device=generator.device) < 0.5).cpu().view(-1, 1, 1)
+        mirrored = (torch.rand(count, generator=generator) < 0.5).to(device).view(-1, 1, 1)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     if "crop" in steps or "crop_reflect" in steps:
-        offsets = _whole(2 * PADDING + 1, (count, 2), generator) - PADDING
+        offsets = torch.randint(2 * PADDING + 1, (count, 2), generator=generator).to(device) - PADDING
         rows, columns = rows + offsets[:, 0].view(-1, 1, 1), columns + offsets[:, 1].view(-1, 1, 1)
         if "crop_reflect" in steps:
             rows, columns = _mirror(rows, height), _mirror(columns, width)
@@ -69,19 +70,15 @@ def check_steps(steps: Collection[str]) -> None:
         raise ConfigError("augmentations 'crop' and 'crop_reflect' exclude each other; leave one out")
 
 
-def _grid(count: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _grid(count: int, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Row and column of every pixel: (B, H, W) int64 each."""
-    shape = (count, height, width)
-    return torch.arange(height).view(1, -1, 1).expand(shape), torch.arange(width).view(1, 1, -1).expand(shape)
-
-
-def _whole(end: int, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.randint(end, shape, generator=generator, device=generator.device).cpu()
+    rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
+    return rows.view(1, -1, 1).expand(count, height, width), columns.view(1, 1, -1).expand(count, height, width)
 
 
 def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
     """(B, 1, 1) angles in radians, uniform in ± DEGREES."""
-    unit = torch.rand(count, generator=generator, device=generator.device).cpu()
+    unit = torch.rand(count, generator=generator)
     return ((2 * unit - 1) * math.radians(DEGREES)).view(-1, 1, 1)
 
 
@@ -105,16 +102,17 @@ def _gather(images: Tensor, rows: Tensor, columns: Tensor, inside: Tensor) -> Te
     """Pixels of each image at its own positions, 0 where they lie outside: (B, C, H, W)."""
     count, channels, height, width = images.shape
     flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).view(count, 1, -1)
-    taken = images.flatten(2).gather(2, flat.to(images.device).expand(-1, channels, -1)).view_as(images)
-    return taken * inside.expand(count, height, width).unsqueeze(1).to(images.device)
+    taken = images.flatten(2).gather(2, flat.expand(-1, channels, -1)).view_as(images)
+    return taken * inside.expand(count, height, width).unsqueeze(1)
 
 
 def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
     """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left, less one down."""
     count, _, height, width = batch.shape
-    centre_row, centre_column = (_whole(size, (count, 1), generator) for size in (height, width))
-    rows = torch.arange(height).view(1, -1) - centre_row + HOLE // 2
-    columns = torch.arange(width).view(1, -1) - centre_column + HOLE // 2
+    draws = [torch.randint(size, (count, 1), generator=generator) for size in (height, width)]
+    centre_row, centre_column = (draw.to(batch.device) for draw in draws)
+    rows = torch.arange(height, device=batch.device).view(1, -1) - centre_row + HOLE // 2
+    columns = torch.arange(width, device=batch.device).view(1, -1) - centre_column + HOLE // 2
     in_rows, in_columns = (rows >= 0) & (rows < HOLE), (columns >= 0) & (columns < HOLE)
     hole = in_rows.unsqueeze(2) & in_columns.unsqueeze(1)
-    return batch.masked_fill(hole.unsqueeze(1).to(batch.device), 0.0)
+    return batch.masked_fill(hole.unsqueeze(1), 0.0)

@@ -34,7 +34,7 @@ class SimulatedSites:
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
-        return torch.bincount(self.train.labels[self.parts[client]], minlength=self.classes)
+        return torch.bincount(self.train.labels[self.parts[client]].cpu(), minlength=self.classes)
 
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +42,14 @@ class _Training:
     def __init__(
         self, work: ClientWork, carry: Carry, plan: Plan, stage: Stage, view: View, inputs: Inputs, seed: int
     ) -> None:
-        self.work, self.carry, self.plan, self.view, self.inputs = work, carry, plan, view, inputs
-        self.params = {k: layout(v.detach().clone()) for k, v in carry.params.items()}
+        self.work, self.plan, self.view, self.inputs = work, plan, view, inputs
+        self.examples = view.public if stage.view == "public" and view.public is not None else view.data
+        self.device = self.examples.images.device
+        carry = replace(
+            carry, teachers=moved(carry.teachers, self.device), constants=moved(carry.constants, self.device)
+        )
+        self.carry = carry
+        self.params = {k: layout(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         names = contract.trainable_names(view.model)
         self.leaves = {k: v for k, v in self.params.items() if k in names and work.trainable(k)}
         for leaf in self.leaves.values():
@@ -50,8 +57,7 @@ class _Training:
         self.lr = plan.lr_at(stage.round)
         self.optimiser = optimiser(plan, list(self.leaves.values()), self.lr)
         self.module = _in_training_mode(contract.module(view.model), plan)
-        self.examples = view.public if stage.view == "public" and view.public is not None else view.data
-        self.trace = {k: v.clone() for k, v in carry.trace.items()}
+        self.trace = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
         self.draw = {
             p: generator(seed_for(seed, stage.round, stage.index, view.client, p)) for p in ("order", "pixels")
         }
@@ -65,7 +71,7 @@ class _Training:
 
     def run(self) -> Trained:
         steps, epochs, sums, best = 0, 0, _Sums(), _Best(self.plan)
-        for epoch, batches in enumerate(_epochs(len(self.examples), self.plan, self.draw["order"])):
+        for epoch, batches in enumerate(_epochs(len(self.examples), self.plan, self.draw["order"], self.device)):
             sums = _Sums()
             for index in batches:
                 self._step(index, epoch, sums)
@@ -74,8 +80,8 @@ class _Training:
             if self.plan.validation > 0 and best.seen(self.work.score(self.params, self.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
-        ran = Ran(steps, self.lr, self.trace)
-        return Trained(trees.clone(params), ran, sums.means(), epochs)
+        ran = Ran(steps, self.lr, trees.clone(trees.on_cpu(self.trace)))
+        return Trained(trees.clone(trees.on_cpu(params)), ran, sums.means(), epochs)
 
     def _step(self, index: Tensor, epoch: int, sums: _Sums) -> None:
         step = _Batch(self, index, epoch)
@@ -123,7 +129,7 @@ class _Batch:
     def __init__(self, training: _Training, index: Tensor, epoch: int) -> None:
         self._t, self.index, self.epoch = training, index, epoch
         self.x, self.y = training.batch(index)
-        self.mask = torch.ones(len(index))
+        self.mask = torch.ones(len(index), device=index.device)
         self.params: Tensors = training.params
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
@@ -207,14 +213,24 @@ class _Sums:
 
     def add(self, terms: Mapping[str, Tensor], examples: int) -> None:
         for name, value in terms.items():
-            self.terms[name] = self.terms.get(name, torch.zeros(())) + value.detach() * examples
+            more = value.detach() * examples
+            self.terms[name] = self.terms[name] + more if name in self.terms else more
         self.count += examples
 
     def means(self) -> dict[str, float]:
         return {k: float(v / self.count) for k, v in self.terms.items()}
 
 
-def _epochs(n: int, plan: Plan, draw: torch.Generator) -> Iterator[list[Tensor]]:
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors on a device, through mappings and pairs; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: moved(v, device) for k, v in value.items()}
+    return tuple(moved(v, device) for v in value) if isinstance(value, tuple) else value
+
+
+def _epochs(n: int, plan: Plan, draw: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
     """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
     if n == 0:
         return
@@ -222,7 +238,7 @@ def _epochs(n: int, plan: Plan, draw: torch.Generator) -> Iterator[list[Tensor]]
     epochs = plan.epochs if not left else -(-left // -(-n // plan.batch))
     for _ in range(epochs):
         order = torch.randperm(n, generator=draw) if plan.shuffle else torch.arange(n)
-        batches = list(torch.split(order, plan.batch))
+        batches = list(torch.split(order.to(device), plan.batch))
         yield batches[:left] if plan.steps else batches
         left -= len(batches)
 

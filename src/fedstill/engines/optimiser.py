@@ -46,6 +46,7 @@ class Sgd:
             [g for i in active if (g := self.leaves[i].grad) is not None],
             buffers,
             foreach=False,
+            fused=bool(active) and self.leaves[0].is_cuda,
             weight_decay=self.plan.weight_decay,
             momentum=self.plan.momentum,
             lr=self.lr,

@@ -13,6 +13,7 @@ from fedstill.data.inputs import SHARD, Inputs, layout
 from fedstill.keys import generator
 from fedstill.models import contract
 from fedstill.records import Examples, ModelSpec, Tensors
+from fedstill.trees import on_cpu
 
 
 def shards(images: Tensor, inputs: Inputs) -> Iterator[Tensor]:
@@ -42,14 +43,16 @@ class ModelPasses:
         names = contract.trainable_names(self.model)
         order = torch.randperm(len(examples), generator=generator(0))
         for index in torch.split(order, batch):
-            leaves = {k: layout(v.detach().clone()).requires_grad_(k in names) for k, v in params.items()}
+            on_device = {k: layout(v.detach().to(examples.images.device, copy=True)) for k, v in params.items()}
+            leaves = {k: v.requires_grad_(k in names) for k, v in on_device.items()}
             x = layout(self.inputs.plain(examples.images[index]))
             loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
-            yield {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
+            grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
+            yield on_cpu(grads)
 
     def _each(self, run: Callable[..., Tensor], params: Tensors, images: Examples) -> Tensor:
         m = contract.module(self.model, "frozen").eval()
-        params = {k: layout(v) for k, v in params.items()}
+        params = {k: layout(v.to(images.images.device)) for k, v in params.items()}
         with torch.no_grad():
             out = [run(m, params, x) for x in shards(images.images, self.inputs)]
         return torch.cat(out) if out else torch.zeros(0, self.model.classes)
@@ -57,11 +60,11 @@ class ModelPasses:
 
 def correct_by_class(predict: Callable[[Tensor], Tensor], data: Examples, inputs: Inputs, classes: int) -> Tensor:
     """How many examples of each class are predicted right: (C,) int64."""
-    right = torch.zeros(classes, dtype=torch.int64)
+    right = torch.zeros(classes, dtype=torch.int64, device=data.labels.device)
     start = 0
     for x in shards(data.images, inputs):
         y = data.labels[start : start + len(x)]
         hit = y[predict(x).argmax(1) == y]
         right += torch.bincount(hit, minlength=classes)
         start += len(x)
-    return right
+    return right.cpu()

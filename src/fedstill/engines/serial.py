@@ -56,6 +56,8 @@ class SerialEngine:
         Raises CorruptFile for a damaged memory: to go on without that client would give other bits than before.
         """
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.allow_tf32 = False
         return [self._reply(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:

@@ -22,6 +22,7 @@ TOP: Fields = {
     "rounds": (Count, 20),
     "engine": (Literal["serial"], "serial"),
     "threads": (tuple[Count, Count] | Count | Literal["auto"], "auto"),
+    "device": (Literal["cpu", "cuda", "auto"], "cpu"),
     "precision": (Literal["fp32"], "fp32"),
     "measure": (tuple[str, ...], ("local",)),
     "measure_every": (Count, 10),
@@ -76,6 +77,7 @@ class Experiment:
     rounds: Any = TOP["rounds"][1]
     engine: Any = TOP["engine"][1]
     threads: Any = TOP["threads"][1]
+    device: Any = TOP["device"][1]
     precision: Any = TOP["precision"][1]
     measure: Any = TOP["measure"][1]
     measure_every: Any = TOP["measure_every"][1]

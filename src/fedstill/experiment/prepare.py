@@ -61,7 +61,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     world = _world(settings, dataset, classes)
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
-        train=Examples(train.images, train.labels),
+        train=train.to(settings["device"]),
         parts=parts,
         classes=classes,
         model=world.model,
@@ -69,8 +69,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         inputs=inputs,
         plans=dict(settings.plans),
         seed=settings["seed"],
-        public=public,
-        common_test=Examples(test.images, test.labels),
+        public=public and public.to(settings["device"]),
+        common_test=test.to(settings["device"]),
     )
     prepared = Prepared(settings, dataset, world, sites)
     _check_fit(prepared)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import checked, on_one_line, shown
@@ -52,6 +54,7 @@ def settle(experiment: Experiment) -> Settings:
     """Resolve and check every value; raises ConfigError with one line that names the key and what to write."""
     top = checked(TOP, {k: getattr(experiment, k) for k in TOP}, "")
     top["threads"] = _threads(top["threads"])
+    top["device"] = _device(top["device"])
     _check_measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
@@ -177,6 +180,15 @@ def _threads(value: Any) -> tuple[int, int]:
     if value == "auto":
         return 1, os.cpu_count() or 1
     return (value, value) if isinstance(value, int) else value
+
+
+def _device(value: str) -> str:
+    there = torch.cuda.is_available()
+    if value == "cuda" and not there:
+        raise ConfigError(
+            "device = 'cuda': torch sees no CUDA device here; set device = 'cpu', or install torch for CUDA"
+        )
+    return ("cuda" if there else "cpu") if value == "auto" else value
 
 
 def _check_measures(names: tuple[str, ...]) -> None:

@@ -100,10 +100,14 @@ def _part(m: nn.Module, name: str, params: Tensors, x: Tensor) -> Tensor:
 def predictor(spec: ModelSpec, params: Tensors) -> Callable[[Tensor], Tensor]:
     """x -> logits of frozen parameters in evaluation mode."""
 
+    here: dict[torch.device, Tensors] = {}
+
     def predict(x: Tensor) -> Tensor:
+        if x.device not in here:
+            here[x.device] = {k: v.to(x.device) for k, v in params.items()}
         m = module(spec, "frozen").eval()
         with torch.inference_mode():
-            return forward(m, params, x)
+            return forward(m, here[x.device], x)
 
     return predict
 

@@ -84,7 +84,7 @@ def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = 
         above += f'<p class="says">{escape(says)}</p>'
     data = f'<script type="application/json">{as_json(list(variants))}</script>'
     room = f'style="min-height:{variants[0]["layout"]["height"]}px"'
-    plot = f'<div class="plot" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
+    plot = f'<div class="chart" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
     save = '<button class="save" type="button" title="Save this figure as SVG">SVG</button>'
     return Html(f"<figure>{above}{save}{plot}</figure>")
 

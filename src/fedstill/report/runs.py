@@ -11,22 +11,7 @@ from typing import Any
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment import journal as journals
 from fedstill.experiment.journal import Event
-
-NUMBERS = (
-    "accuracy",
-    "forgetting",
-    "consistency",
-    "in_local_accuracy",
-    "out_local_accuracy",
-    "received_out_local_accuracy",
-    "received_in_local_accuracy",
-    "seconds",
-    "seconds_training",
-    "seconds_measuring",
-    "bytes_up",
-    "bytes_down",
-)
-"""What is read of a round; each a number, or null."""
+from fedstill.report.checks import check
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
 
@@ -102,7 +87,7 @@ def read(folder: Path) -> Run:
         by_name.setdefault(event["event"], []).append(event)
     start = by_name["start"][0] if by_name["start"] else {}
     initial = by_name["initial"][0] if by_name["initial"] else {}
-    _check(path, start, initial, by_name["round"])
+    check(path, start, initial, by_name["round"], by_name["client"])
     return Run(
         folder,
         _settings(folder / CONFIG),
@@ -142,34 +127,3 @@ def _settings(path: Path) -> dict[str, Any]:
         if type(settings.get(key)) is not int:
             raise CorruptFile(f"{path} is not the config of a run: {key} = {settings.get(key)!r} is not a whole number")
     return settings
-
-
-def _check(path: Path, start: Event, initial: Event, rounds: Sequence[Event]) -> None:
-    if rounds and not start:
-        raise CorruptFile(f"{path} has rounds but no start event; restore the file")
-    classes, counts = start.get("classes", []), start.get("label_counts", [])
-    if not isinstance(classes, list) or not isinstance(counts, list):
-        raise CorruptFile(f"{path}: the start event's classes and label counts are not lists")
-    if any(not _numbers(row, len(classes)) or None in row for row in counts):
-        raise CorruptFile(f"{path}: the start event's label counts are not clients × {len(classes)} classes")
-    before = 0
-    for event in ({**initial, "round": 0}, *rounds):
-        number, by_class = event.get("round"), event.get("class_accuracy")
-        if type(number) is not int or (number and number <= before):
-            raise CorruptFile(f"{path}: round {number!r} does not follow round {before}")
-        if number and "accuracy" not in event:
-            raise CorruptFile(f"{path}: round {number} has no accuracy")
-        if by_class is not None and not _numbers(by_class, len(classes)):
-            raise CorruptFile(f"{path}: round {number} does not name the accuracy of {len(classes)} classes")
-        for key in NUMBERS:
-            if not _number(event.get(key)):
-                raise CorruptFile(f"{path}: round {number} has {key} = {event[key]!r}, which is not a number")
-        before = number
-
-
-def _number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def _numbers(values: Any, count: int) -> bool:
-    return isinstance(values, list) and len(values) == count and all(map(_number, values))

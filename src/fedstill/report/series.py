@@ -68,7 +68,9 @@ def phases(run: Run) -> Phases:
     wall = sum(e.get("seconds_training") or 0.0 for e in run.rounds)
     scale = min(1.0, wall / busy) if busy > 0 else 0.0
     server = sum(e.get("seconds_measuring") or 0.0 for e in run.rounds)
-    return Phases(scale * training, scale * measuring + server, max(0.0, wall - scale * (training + measuring)))
+    total = sum(e.get("seconds") or 0.0 for e in run.rounds)
+    training, measuring = scale * training, scale * measuring + server
+    return Phases(training, measuring, max(0.0, total - training - measuring))
 
 
 def _elapsed(run: Run) -> dict[int, float]:

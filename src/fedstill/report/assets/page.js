@@ -2,7 +2,7 @@
 "use strict";
 (() => {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const plots = [...document.querySelectorAll(".plot")].map((box) => ({
+  const plots = [...document.querySelectorAll(".chart")].map((box) => ({
     box, variants: JSON.parse(box.querySelector("script").textContent), shown: 0,
   }));
   let printing = false;

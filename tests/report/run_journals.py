@@ -1,8 +1,15 @@
-"""A run that was stopped on its way."""
+"""Journals of runs: their events, and what a run looks like that was killed on its way."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """The events in a run's journal."""
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
 def stop_after(folder: Path, rounds: int) -> None:

@@ -1,0 +1,79 @@
+"""What a reader of journals relies on, checked once: an event that lacks it is named, with its file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.journal import Event
+
+ROUND = (
+    "accuracy",
+    "forgetting",
+    "consistency",
+    "in_local_accuracy",
+    "out_local_accuracy",
+    "received_in_local_accuracy",
+    "received_out_local_accuracy",
+    "seconds",
+    "seconds_training",
+    "seconds_measuring",
+    "bytes_up",
+    "bytes_down",
+)
+"""What is read of a round; each a number, or null."""
+
+CLIENT = ("seconds", "seconds_training", "seconds_measuring", "client", "round")
+"""What is read of a client's event; each a number, or null."""
+
+
+def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
+    """Raises CorruptFile naming the journal and the first event that is not what the reader relies on."""
+    if (rounds or clients) and not start:
+        raise CorruptFile(f"{path} has rounds but no start event; restore the file")
+    _check_start(path, start)
+    classes, before = len(start.get("classes", [])), 0
+    _check_measures(path, initial, "the initial event", classes)
+    for event in rounds:
+        number = event.get("round")
+        if type(number) is not int or number <= before:
+            raise CorruptFile(f"{path}: round {number!r} does not follow round {before}")
+        if "accuracy" not in event:
+            raise CorruptFile(f"{path}: round {number} has no accuracy")
+        _check_measures(path, event, f"round {number}", classes)
+        before = number
+    for event in clients:
+        _check_numbers(path, event, f"an event of client {event.get('client')!r}", CLIENT)
+
+
+def _check_start(path: Path, start: Event) -> None:
+    classes, counts = start.get("classes", []), start.get("label_counts", [])
+    if not isinstance(classes, list) or not isinstance(counts, list):
+        raise CorruptFile(f"{path}: the start event's classes and label counts are not lists")
+    if not isinstance(start.get("sources", {}), dict):
+        raise CorruptFile(f"{path}: the start event's sources are not a table")
+    if any(not _are_numbers(row, len(classes)) or None in row for row in counts):
+        raise CorruptFile(f"{path}: the start event's label counts are not clients × {len(classes)} classes")
+
+
+def _check_measures(path: Path, event: Event, where: str, classes: int) -> None:
+    by_class = event.get("class_accuracy")
+    if by_class is not None and not _are_numbers(by_class, classes):
+        raise CorruptFile(f"{path}: {where} does not hold the accuracy of {classes} classes")
+    _check_numbers(path, event, where, ROUND)
+
+
+def _check_numbers(path: Path, event: Event, where: str, keys: Sequence[str]) -> None:
+    for key in keys:
+        if not _is_number(event.get(key)):
+            raise CorruptFile(f"{path}: {where} has {key} = {event[key]!r}, which is not a number")
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+
+
+def _are_numbers(values: Any, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_number, values))

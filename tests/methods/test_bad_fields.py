@@ -1,0 +1,87 @@
+"""Hyper-parameters out of their range are refused before anything is read, in one line that names the key."""
+
+from __future__ import annotations
+
+import pytest
+
+import toys
+from fedstill import registry
+from fedstill.errors import ConfigError
+from fedstill.experiment.settings import settle
+
+BELOW_ZERO = {
+    "fedprox": ["mu"],
+    "fedntd": ["beta"],
+    "fedntd_mse": ["beta"],
+    "feddkd": ["alpha", "beta"],
+    "fedadkd": ["alpha", "beta"],
+    "fedavg_asd": ["weight", "b1", "b2"],
+    "fedntd_asd": ["weight", "b1", "b2"],
+    "fedcurv": ["weight"],
+    "moon": ["mu"],
+    "fedavgm": ["momentum"],
+    "kd_ntd": ["mix"],
+}
+ZERO_TOO = {
+    "fedntd": ["temperature"],
+    "kd": ["temperature"],
+    "kd_ntd": ["temperature"],
+    "feddkd": ["temperature"],
+    "fedadkd": ["temperature", "delta"],
+    "fedavg_asd": ["temperature"],
+    "fedntd_asd": ["temperature"],
+    "moon": ["temperature"],
+    "feddf": ["temperature"],
+    "feddyn": ["alpha"],
+    "fedavgm": ["server_lr"],
+    "fedcurv": ["samples"],
+}
+TOO_MUCH = [("fedavgm", "momentum", 1.0), ("kd_ntd", "mix", 1.5)]
+OTHER = [
+    ("fedadkd", "tckd", "both"),
+    ("fedadkd", "phi_timing", "late"),
+    ("fedadkd", "phi_source", "g"),
+    ("feddkd", "nckd_mode", "kept"),
+    ("fednova", "ccvr", "on"),
+    ("scaffold", "divide_by", "momentum"),
+    ("fedcurv", "scope", "all"),
+    ("feddyn", "aggregation", "median"),
+]
+ROWS = [
+    *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, -1e9, float("nan"), "1")),
+    *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("nan"), float("inf"))),
+    *TOO_MUCH,
+    *OTHER,
+]
+
+
+@pytest.mark.parametrize(("method", "field", "value"), ROWS)
+def test_a_value_out_of_range_is_one_clear_line(method: str, field: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settle(toys.toy({"name": method, field: value}))
+    text = str(caught.value)
+    assert f"method.{field} = {value!r}" in text
+    assert "\n" not in text
+    assert "input should be" in text
+    with pytest.raises(ConfigError, match=rf"{field}") if isinstance(value, float | int) else pytest.raises(ConfigError):
+        settle(toys.toy({"name": method, "aggregation": 3, field: value}))
+
+
+@pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
+def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
+    assert getattr(settle(toys.toy({"name": method, field: 0.0})).method, field) == 0
+
+
+@pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in ZERO_TOO.items() for f in fields])
+def test_a_method_made_in_python_is_checked_too(method: str, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        registry.lookup("method", method).build(**{field: 0})
+
+
+def test_every_numeric_field_of_every_method_is_in_a_table() -> None:
+    for name in (n for n in registry.names("method") if not n.startswith("toy_")):
+        target = registry.lookup("method", name).target
+        for field, (hint, _) in registry.lookup("method", name).fields.items():
+            if getattr(hint, "__origin__", None) in (float, int):
+                known = BELOW_ZERO.get(name, []) + ZERO_TOO.get(name, [])
+                assert field in known or (name, field) == ("kd", "mix"), (target, field)
