@@ -88,7 +88,9 @@ def test_model_contrast_is_its_formula(tau: float) -> None:
     np.testing.assert_allclose(losses.model_contrast(h, near, far, tau).numpy(), expected, rtol=1e-10)
     np.testing.assert_allclose(losses.model_contrast(h, near, near, tau).numpy(), np.log(2), rtol=1e-12)
     swapped = losses.model_contrast(h, far, near, tau)  # the two shares add up to 1
-    torch.testing.assert_close((-losses.model_contrast(h, near, far, tau)).exp() + (-swapped).exp(), torch.ones(7).double())
+    torch.testing.assert_close(
+        (-losses.model_contrast(h, near, far, tau)).exp() + (-swapped).exp(), torch.ones(7).double()
+    )
     assert losses.model_contrast(h, h, -h, tau).max() < losses.model_contrast(h, near, far, tau).min()
 
 

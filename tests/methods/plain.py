@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,9 +21,17 @@ from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle
 from fedstill.keys import generator, seed_for
 from fedstill.method import run_census, run_round
-from fedstill.models import contract
+from fedstill.models import contract, resnet
 from fedstill.records import State
+from fedstill.registry import register
 from fedstill.topology import sample
+
+
+@register("model", "toy_slim")
+def toy_slim(input_shape: tuple[int, int, int], classes: int, norm: Literal["group", "batch"] = "group") -> nn.Module:
+    """ResNet-56 in small: two stages of one bottleneck block, the last of them slimmable."""
+    return resnet._resnet("toy_slim", input_shape, classes, resnet.bottleneck, [1, 1], 16, norm)
+
 
 Params = dict[str, Tensor]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -46,6 +55,7 @@ class Federation:
 
     ready: Prepared
     sampled: int = 4
+    epochs: int = int(PLAN["epochs"])
 
     @property
     def start(self) -> Params:
@@ -79,13 +89,13 @@ class Federation:
     ) -> Sent:
         """One client's local training; a correction is added to every gradient."""
         rho = PLAN["momentum"] if momentum < 0 else momentum
-        model, (x, y) = self.net(start), self.data(client)
+        model, (x, y) = self.net(start).train(), self.data(client)
         sgd = torch.optim.SGD(
             model.parameters(), lr=self.lr(round), momentum=rho, weight_decay=PLAN["weight_decay"], foreach=False
         )
         order = generator(seed_for(7, round, 0, client, "order"))
         steps, counter, reach = 0, 0.0, 0.0
-        for _ in range(PLAN["epochs"]):
+        for _ in range(self.epochs):
             for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
                 sgd.zero_grad()
                 loss(model, x[index], y[index]).backward()

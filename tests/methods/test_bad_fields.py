@@ -63,8 +63,11 @@ def test_a_value_out_of_range_is_one_clear_line(method: str, field: str, value: 
     assert f"method.{field} = {value!r}" in text
     assert "\n" not in text
     assert "input should be" in text
-    with pytest.raises(ConfigError, match=rf"{field}") if isinstance(value, float | int) else pytest.raises(ConfigError):
-        settle(toys.toy({"name": method, "aggregation": 3, field: value}))
+
+
+def test_all_faults_of_a_method_stand_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"method\.alpha = -1.*; method\.delta = 0"):
+        settle(toys.toy({"name": "fedadkd", "alpha": -1, "delta": 0}))
 
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])

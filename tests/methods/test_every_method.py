@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import plain
 import pytest
 import torch
 
@@ -18,7 +19,9 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 
 def experiment(name: str) -> Experiment:
     needs = registry.lookup("method", name).build().requires()
-    return toys.toy(name, data={"public": toys.PUBLIC if "public_data" in needs else 0}, topology={"clients": 6})
+    model = {"model": {"name": plain.toy_slim.__name__}} if "slim" in needs else {}
+    public = toys.PUBLIC if "public_data" in needs else 0
+    return toys.toy(name, data={"public": public}, topology={"clients": 6}, **model)
 
 
 class StopAfter(Quiet):

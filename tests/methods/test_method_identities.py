@@ -18,7 +18,7 @@ from fedstill.methods.fedcurv import Curved, FedCurv
 from fedstill.records import Carry, Payload
 
 EVEN = {"partition": "iid"}
-ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5, "sampled": 3}}
+ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5}}
 
 
 def close(ready_one, ready_two, rounds: int | None = None) -> None:

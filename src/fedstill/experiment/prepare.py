@@ -155,6 +155,14 @@ def _world(settings: Settings, dataset: Dataset, classes: int) -> Federation:
     return Federation(settings.clients, classes, settings["rounds"], settings["seed"], plans, server, tuple(others))
 
 
+ASKED_OF_MODELS = {
+    "features": "give it submodules body and head",
+    "head": "give it submodules body and head",
+    "slim": "choose resnet56, or another whose last stage can run at a share of its width",
+}
+"""What a method may need of a model, and what would give it."""
+
+
 def _check_fit(prepared: Prepared) -> None:
     """Refuse what cannot run, by name, before round 1."""
     method, world, settings = prepared.settings.method, prepared.world, prepared.settings
@@ -169,11 +177,10 @@ def _check_fit(prepared: Prepared) -> None:
     models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
     for spec in models:
         _check_runs(spec, prepared)
-        missing = sorted(method.requires() & {"features", "head"} - contract.capabilities(spec))
+        missing = sorted(method.requires() & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
         if missing:
-            raise IncompatibleMethod(
-                f"method {name} needs a model with {missing[0]}, and {spec} has none: give it submodules body and head"
-            )
+            what, remedy = missing[0], ASKED_OF_MODELS[missing[0]]
+            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
     if "same_shapes" in method.requires() and len(models) > 1:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "

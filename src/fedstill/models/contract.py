@@ -1,7 +1,8 @@
 """What a method may ask of a model: build it, start it, run it, and which capabilities it has.
 
 A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features* (the output of its
-body) and a *head* (its last layer). Any other ``nn.Module`` has logits only.
+body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. A model whose body is an ``nn.Sequential``
+with a child that has ``slim_width(channels, share)`` and takes ``(x, share)`` can run it at a share of its width: *slim*.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from fedstill.records import ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
+
+Ends = tuple[Tensor, Tensor]
+"""What enters and what leaves a stage."""
 
 _modules = threading.local()
 
@@ -62,10 +66,10 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 
 
 def capabilities(spec: ModelSpec) -> set[str]:
-    """What a method may need of a model: "features" and "head" for a body-and-head model."""
+    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one."""
     m = module(spec)
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
-    return {"features", "head"} if split else set()
+    return ({"features", "head"} if split else set()) | ({"slim"} if split and _slimmable(m) else set())
 
 
 def draws_random_numbers(spec: ModelSpec) -> bool:
@@ -88,13 +92,40 @@ def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
     return _part(m, "head", params, z)
 
 
-def _part(m: nn.Module, name: str, params: Tensors, x: Tensor) -> Tensor:
-    part = getattr(m, name, None)
-    if not isinstance(part, nn.Module):
-        raise IncompatibleMethod(f"{type(m).__name__} has no {name!r}: features need a model with a body and a head")
+def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor, Ends, Ends]:
+    """One pass at full width and one of the slimmable stage at a share of it, on the first channels of its input.
+
+    share: in (0, 1). Gives logits (B, C), and what enters and leaves the stage, (B, D, H, W) and (B, E, h, w), at full
+    width and slim. The slim pass has no gradient to what came before. Raises IncompatibleMethod if none is slimmable.
+    """
+    stage = _slimmable(m)
+    if not stage:
+        raise IncompatibleMethod(f"{type(m).__name__} has no slimmable stage")
+    before = after = x
+    for name, _ in m.get_submodule("body").named_children():
+        before, x = (x if name == stage else before), _part(m, f"body.{name}", params, x)
+        after = x if name == stage else after
+    width: int = m.get_submodule(f"body.{stage}").slim_width(before.shape[1], share)  # type: ignore[operator]
+    narrow = before[:, :width].detach()
+    return head(m, params, x), (before, after), (narrow, _part(m, f"body.{stage}", params, narrow, share))
+
+
+def _slimmable(m: nn.Module) -> str:
+    body = getattr(m, "body", None)
+    named = body.named_children() if isinstance(body, nn.Sequential) else []
+    return next((name for name, part in named if hasattr(part, "slim_width")), "")
+
+
+def _part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tensor:
+    try:
+        part = m.get_submodule(name)
+    except AttributeError as error:
+        raise IncompatibleMethod(
+            f"{type(m).__name__} has no {name!r}: features need a model with a body and a head"
+        ) from error
     prefix = name + "."
     own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-    return functional_call(part, own, (x,))  # type: ignore[no-any-return]
+    return functional_call(part, own, x)  # type: ignore[no-any-return]
 
 
 def predictor(spec: ModelSpec, params: Tensors) -> Callable[[Tensor], Tensor]:

@@ -6,7 +6,7 @@
 - ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.
 - ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged. QKT's.
 
-Parameters are as many in all three.
+Parameters are as many in all three. The last stage is slimmable: it can run at a share of its width (FedAlign).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, conv2d, group_norm
 
 from fedstill.errors import ConfigError
 from fedstill.models.network import InputShape, Network, too_small
@@ -77,6 +78,58 @@ class Residual(nn.Module):
         """(B, inside, H, W) into (B, out, H / stride, W / stride)."""
         return torch.relu(self.path(x) + self.shortcut(x))
 
+    def slim(self, x: Tensor, share: float) -> Tensor:
+        """The same with the first channels of every layer alone."""
+        out, short = x, x
+        for layer in self.path:
+            out = _slim(layer, out, share)
+        for layer in self.shortcut.children():
+            short = _slim(layer, short, share)
+        return torch.relu(out + short)
+
+
+class SlimStage(nn.Sequential):
+    """Blocks that can also run at a share of their width, on the first channels of their input.
+
+    Source: Mendieta et al., "Local Learning Matters" (FedAlign), whose code rounds widths to multiples of 8.
+    Reading: at less than full width BatchNorm takes the batch's statistics and keeps none, as in that code; GroupNorm
+    keeps the groups' sizes, so that a channel is normalised with the same others.
+    """
+
+    def slim_width(self, channels: int, share: float) -> int:
+        """How many of a layer's channels are used."""
+        return slim_width(channels, share)
+
+    def forward(self, x: Tensor, share: float = 1.0) -> Tensor:
+        """(B, D, H, W) into (B, E, h, w): all channels, or ``slim_width`` of them in and out."""
+        if share == 1:
+            return super().forward(x)  # type: ignore[no-any-return]
+        for block in self:
+            x = block.slim(x, share)
+        return x
+
+
+def slim_width(channels: int, share: float) -> int:
+    """A share of channels, to the nearest multiple of 8, at least 8 and not over a tenth too few.
+
+    >>> slim_width(256, 0.25), slim_width(16, 0.25), slim_width(36, 0.5)
+    (64, 8, 24)
+    """
+    width = max(8, int(channels * share + 4) // 8 * 8)
+    return min(channels, width if width >= 0.9 * channels * share else width + 8)
+
+
+def _slim(layer: nn.Module, x: Tensor, share: float) -> Tensor:
+    c = x.shape[1]
+    if isinstance(layer, nn.Conv2d):
+        weight = layer.weight[: slim_width(layer.out_channels, share), :c]
+        return conv2d(x, weight, None, layer.stride, layer.padding)  # type: ignore[arg-type]
+    if isinstance(layer, nn.GroupNorm):
+        return group_norm(x, c * layer.num_groups // layer.num_channels, layer.weight[:c], layer.bias[:c], layer.eps)
+    if isinstance(layer, nn.BatchNorm2d):
+        return batch_norm(x, None, None, layer.weight[:c], layer.bias[:c], training=True, eps=layer.eps)
+    return layer(x)  # type: ignore[no-any-return]
+
 
 def basic(inside: int, width: int, stride: int, norm: Norm) -> Residual:
     """Two 3 x 3 convolutions."""
@@ -106,7 +159,7 @@ def _resnet(
         for j in range(depth):
             blocks.append(block(channels, width * 2**i, 2 if i > 0 and j == 0 else 1, norm))
             channels = blocks[-1].out
-        parts[f"stage{i + 1}"] = nn.Sequential(*blocks)
+        parts[f"stage{i + 1}"] = (SlimStage if i + 1 == len(depths) else nn.Sequential)(*blocks)
     parts["pool"] = nn.AdaptiveAvgPool2d(1)
     parts["flat"] = nn.Flatten()
     return Network(nn.Sequential(parts), channels, classes)

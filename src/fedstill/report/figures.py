@@ -1,4 +1,4 @@
-"""Figures of one measure: lines over rounds or seconds with bands over seeds, and bars of cost, as Plotly's JSON."""
+"""Figures of one measure: lines over rounds or seconds, with bands over seeds, as Plotly's JSON."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.groups import Group
-from fedstill.report.series import Series, elapsed, over_seeds, phases
-from fedstill.report.summary import Spread, spread
+from fedstill.report.series import Series, elapsed, over_seeds
+from fedstill.report.summary import Spread
 
 Figure = dict[str, Any]
 
@@ -17,6 +17,8 @@ PERCENT = {"tickformat": ".0%"}
 SHARE = {"tickformat": ".1f"}
 DIGITS = 5
 HEIGHT = 340
+MOST_IN_LEGEND = 4
+"""How many groups a figure names within itself; of more, the page shows a key."""
 
 
 class Style:
@@ -51,7 +53,7 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
     rounds = {"title": {"text": "round"}, "rangemode": "tozero", "unifiedhovertitle": {"text": "round %{x}"}}
-    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis)}
+    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(groups) <= MOST_IN_LEGEND)}
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
@@ -64,26 +66,7 @@ def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
             trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT)
             data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
     axes = {"title": {"text": "seconds"}, "rangemode": "tozero", "hoverformat": ".1f"}
-    return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT)}
-
-
-def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
-    """Seconds a run, by phase: a bar a group, mean over seeds."""
-    found = {id(g): [phases(r) for r in g.started] for g in groups}
-    parts = {
-        name: [_average([getattr(p, name) for p in found[id(g)]]) for g in groups]
-        for name in ("training", "measuring", "other")
-    }
-    return _bars(groups, style, parts, "s", stacked=True)
-
-
-def megabytes(groups: Sequence[Group], style: Style) -> Figure:
-    """Megabytes a run, up and down: two bars a group, mean over seeds."""
-    parts = {}
-    for name in ("up", "down"):
-        means = [g.mean_spread(f"bytes_{name}") for g in groups]
-        parts[name] = [m.mean / 1e6 if m else 0.0 for m in means]
-    return _bars(groups, style, parts, "MB", stacked=False)
+    return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT, showlegend=len(groups) <= MOST_IN_LEGEND)}
 
 
 def layout(**more: Any) -> dict[str, Any]:
@@ -110,7 +93,7 @@ def _band(group: Group, style: Style, series: Series) -> list[dict[str, Any]]:
     low = [rounded(v.mean - v.std) for v in series.values]
     quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
     edge = {"width": 0, "color": style.colour(group)}
-    fill = {"fill": "toself", "fillcolor": _faint(style.colour(group), 0.16)}
+    fill = {"fill": "toself", "fillcolor": faint(style.colour(group), 0.16)}
     outline = {"x": [*series.rounds, *reversed(series.rounds)], "y": [*high, *reversed(low)]}
     return [{"type": "scatter", **outline, "line": edge, **fill, **quiet}]
 
@@ -133,7 +116,7 @@ def _mean(group: Group, style: Style, x: Sequence[float], series: Series, axis: 
 
 def named(group: Group) -> str:
     """A group's label in a figure, which says whether it is unfinished."""
-    return plain(group.label if group.finished else f"{group.label} (unfinished)")
+    return plain(group.display)
 
 
 def plain(name: str) -> str:
@@ -150,49 +133,11 @@ def _dotted(group: Group, style: Style) -> dict[str, Any]:
     }
 
 
-def _bars(groups: Sequence[Group], style: Style, parts: dict[str, list[float]], unit: str, *, stacked: bool) -> Figure:
-    strength = [1.0, 0.55, 0.25]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": [named(g) for g in groups],
-            "x": [rounded(v) for v in values],
-            "text": [f"{name} {v:.1f} {unit}" for v in values],
-            "textposition": "inside" if stacked else "auto",
-            "insidetextanchor": "start",
-            "textangle": 0,
-            "marker": {"color": [_faint(style.colour(g), alpha) for g in groups]},
-            "hovertemplate": f"%{{y}}: {name} %{{x:.2f}} {unit}<extra></extra>",
-        }
-        for (name, values), alpha in zip(parts.items(), strength, strict=False)
-    ]
-    rows = len(groups) * (1 if stacked else 2)
-    return {
-        "data": data,
-        "layout": layout(
-            barmode="stack" if stacked else "group",
-            height=max(HEIGHT, 90 + 34 * rows),
-            uniformtext={"mode": "hide", "minsize": 10},
-            showlegend=False,
-            hovermode="closest",
-            bargap=0.35,
-            xaxis={"title": {"text": "seconds" if unit == "s" else "megabytes"}},
-            yaxis={"autorange": "reversed", "type": "category"},
-        ),
-    }
-
-
-def _faint(colour: str, alpha: float) -> str:
+def faint(colour: str, alpha: float) -> str:
+    """A colour that lets others through: ``alpha`` in [0, 1]."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
 
 
 def _seeds(value: Spread, scale: int) -> str:
     return f" ± {scale * value.std:.2f} ({value.runs} seeds)" if value.runs > 1 else ""
-
-
-def _average(values: Sequence[float]) -> float:
-    found = spread(values)
-    return found.mean if found else 0.0

@@ -47,6 +47,11 @@ class Group:
         return all(r.finished for r in self.runs)
 
     @property
+    def display(self) -> str:
+        """The label, and whether it is unfinished."""
+        return self.label if self.finished else f"{self.label} (unfinished)"
+
+    @property
     def classes(self) -> list[str]:
         """The names of the classes."""
         return next((r.classes for r in self.runs if r.classes), [])

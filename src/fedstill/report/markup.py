@@ -19,6 +19,9 @@ class Html:
 
 Cell = str | Html
 
+DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
+"""Plotly's names of dashes, as SVG's."""
+
 
 def escape(value: object) -> str:
     """A value as text that holds no markup."""
@@ -87,6 +90,14 @@ def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = 
     plot = f'<div class="chart" data-name="{escape(name)}" role="img" aria-label="{escape(says)}" {room}>{data}</div>'
     save = '<button class="save" type="button" title="Save this figure as SVG">SVG</button>'
     return Html(f"<figure>{above}{save}{plot}</figure>")
+
+
+def stroke(colour: str, dash: str, label: str) -> Html:
+    """An entry of a key: a piece of line and what it stands for."""
+    line = (
+        f'<line x1="0" y1="5" x2="28" y2="5" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{DASHES[dash]}"/>'
+    )
+    return Html(f'<span class="name"><svg width="28" height="10" aria-hidden="true">{line}</svg>{escape(label)}</span>')
 
 
 def grid(figures: Sequence[Html], kind: str = "") -> Html:

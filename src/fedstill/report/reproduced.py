@@ -14,7 +14,8 @@ from fedstill.experiment.recipes import Published, Recipe
 from fedstill.report.summary import NONE, Spread, spread
 from fedstill.report.terminal import table
 
-HEAD = ("", "ours [%]", "paper [%]", "ours, to first", "paper, to first", "our F [%]", "paper F [%]", "seeds")
+HEAD = ("", "ours [%]", "paper [%]", "Δ ours", "Δ paper", "F ours", "F paper", "seeds")
+"""Accuracies and forgetting in percent; Δ is the difference to the first row, in points."""
 
 
 def tables(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ def find(directories: Sequence[Path]) -> list[Run]:
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
-        found = sorted(_below(directory))
+        found = sorted(_below(directory), key=natural)
         if not found:
             raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
         folders.update({f.resolve(): f for f in found})
@@ -98,6 +100,16 @@ def read(folder: Path) -> Run:
         (folder / SUMMARY).is_file(),
         path.stat().st_mtime,
     )
+
+
+def natural(folder: Path) -> list[tuple[str, float, str]]:
+    """What to sort folders by, so that 10 comes after 9.
+
+    >>> sorted([Path("beta10.0"), Path("beta9.0")], key=natural)[0].name
+    'beta9.0'
+    """
+    pieces = re.split(r"(\d+)", str(folder))
+    return [(text, int(number or 0), number) for text, number in zip_longest(pieces[::2], pieces[1::2], fillvalue="")]
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedstill.report import heatmaps
-from fedstill.report.figures import PERCENT, SHARE, Style, lines, megabytes, over_seconds, seconds_by_phase
+from fedstill.report.costs import megabytes, seconds_by_phase
+from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, SHARE, Style, lines, over_seconds
 from fedstill.report.groups import UNSET, Group, differing, said
-from fedstill.report.markup import Cell, Html, choice, escape, figure, folded, grid, section, sentence, table
+from fedstill.report.markup import Cell, Html, choice, escape, figure, folded, grid, section, sentence, stroke, table
 from fedstill.report.series import over_seeds
 from fedstill.report.summary import NONE, Measure, Row, columns, rows
 
@@ -50,11 +51,13 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
         )
         if _any(groups, key)
     ]
+    if not figures:
+        return None
     says = (
         "Each line is the mean over seeds, its band one standard deviation to either side. Where accuracy falls while "
         "F rises, the model lost classes that it already knew."
     )
-    return section("Learning and forgetting", sentence(says), grid(figures), name="rounds") if figures else None
+    return section("Learning and forgetting", sentence(says), _key(groups, style), grid(figures), name="rounds")
 
 
 def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
@@ -110,7 +113,7 @@ def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
         "Dotted: the global model that those clients received, on the mean of their label distributions. Where a solid "
         "line lies below the dotted one of its colour, local training lost what the received model knew."
     )
-    parts = [sentence(dotted)] if figures else []
+    parts = [sentence(dotted) if figures else None, _key(groups, style)]
     if _any(groups, "consistency"):
         figures.append(figure([lines(groups, style, "consistency", **SHARE)], steady, "Prediction consistency"))
     return section("What local training keeps", *parts, grid(figures, "small"), name="knowledge") if figures else None
@@ -152,7 +155,7 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     if _any(some, "accuracy"):
         figures.insert(0, figure([over_seconds(some, style)], times, "Accuracy by seconds"))
     says = "Seconds depend on the machine and on what else ran on it; bytes do not."
-    return section("What it costs", sentence(says), grid(figures, "small"), name="cost")
+    return section("What it costs", sentence(says), _key(some, style), grid(figures, "small top"), name="cost")
 
 
 def failures(groups: Sequence[Group], style: Style) -> Html | None:
@@ -177,6 +180,13 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
 
 def _any(groups: Sequence[Group], key: str) -> bool:
     return any(over_seeds(g, key).rounds for g in groups)
+
+
+def _key(groups: Sequence[Group], style: Style) -> Html | None:
+    if len(groups) <= MOST_IN_LEGEND:
+        return None
+    entries = [stroke(style.colour(g), style.dash(g), g.display) for g in groups if g.started]
+    return Html(f'<p class="key">{" ".join(e.text for e in entries)}</p>')
 
 
 def _labelled(group: Group, style: Style, note: str = "") -> Html:

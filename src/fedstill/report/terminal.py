@@ -40,7 +40,8 @@ def percent(value: float | None) -> str:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
     """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers."""
-    widths = [max((len(row[i]) for row in rows), default=0) for i in range(len(columns))]
+    heads = [max(map(len, column.split()), default=0) for column in columns]
+    widths = [max([heads[i], *(len(row[i]) for row in rows)]) for i in range(len(columns))]
     out = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
         narrow = 0 if 0 < i < words else min(widths[i], 60)

@@ -1,0 +1,90 @@
+"""FedAlign: make the last stage at a quarter of its width as steep as at full width, a regulariser from within.
+
+Source: Mendieta et al., "Local Learning Matters: Rethinking Data Heterogeneity in Federated Learning" (2022), and its
+code, with ResNet-56 (``[model] name = "resnet56"``, there with ``norm = "batch"``).
+Symbols: mu = ``mu``; omega_S = ``width``; K = TM TM^T, TM = the transmitting matrix of a stage; s(K) = the root of K's
+spectral norm by ``iterations`` of the power method.
+Reading: the term's size is always mu times the cross-entropy's: it is multiplied by their ratio, a constant. Where the
+term is 0 we add nothing.
+Reading: the code's optimiser has Nesterov momentum, drops the last batch, and belongs to a worker process, so that its
+momentum passes between clients; here momentum is plain and fresh in every round, and the last batch is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d
+
+from fedstill.fields import Count, NonNegative
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models import contract
+from fedstill.records import Carry, Payload, Plan, Stage, Step, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedalign")
+@dataclass(frozen=True)
+class FedAlign(FedAvg):
+    """FedAvg with the Lipschitz constants of the last stage, slim and whole, made alike on each client."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "slim"})
+    plans: ClassVar[Mapping[str, Plan]] = {
+        "train": Plan(epochs=20, batch=64, lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=10.0)
+    }
+
+    mu: NonNegative = 0.45
+    width: Annotated[float, Interval(gt=0, lt=1)] = 0.25
+    iterations: Count = 10
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Aligned(self)
+
+
+@dataclass(frozen=True)
+class Aligned(ClientWork):
+    """Cross-entropy, and mu times as much again in the direction of the regulariser."""
+
+    method: FedAlign
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(down.params, constants={"model": view.model})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        m = contract.module(carry["model"])
+        logits, whole, narrow = contract.slim(m, step.params, step.x, self.method.width)
+        ce, times = cross_entropy(logits, step.y), self.method.iterations
+        with torch.no_grad():
+            goal = steepness(*whole, times)
+        apart = (steepness(*narrow, times) - goal).square()  # (B,)
+        size = step.mean(apart).detach()
+        ratio = torch.where(size > 0, step.mean(ce).detach() / torch.where(size > 0, size, torch.ones_like(size)), 0.0)
+        return {"ce": ce, "alignment": self.method.mu * ratio * apart}
+
+
+def steepness(before: Tensor, after: Tensor, iterations: int) -> Tensor:
+    """The largest singular value of each example's transmitting matrix, by the power method: (B,) > 0.
+
+    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The matrix (D, E) is the mean
+    over places of their products, ``before`` pooled to the places of ``after``. Zeros give 1e-6.
+
+    >>> steepness(torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 2.0), 10)
+    tensor([6.])
+    """
+    places = after.shape[2:]
+    a = adaptive_avg_pool2d(before, list(places)).flatten(2)  # (B, D, hw)
+    matrix = a @ after.flatten(2).transpose(1, 2) / a.shape[2]  # (B, D, E)
+    k = matrix @ matrix.transpose(1, 2)  # (B, D, D)
+    v, size = torch.ones_like(k[:, :, :1]), torch.ones_like(k[:, :1, :1])
+    for _ in range(iterations):
+        v = k @ v
+        size = (v.square().sum(1, keepdim=True) + 1e-24).sqrt()
+        v = v / size
+    return size.flatten().sqrt()

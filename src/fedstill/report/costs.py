@@ -1,0 +1,69 @@
+"""Bars of what a run costs: seconds by phase and megabytes, as Plotly's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedstill.report.figures import HEIGHT, Figure, Style, faint, layout, named, rounded
+from fedstill.report.groups import Group
+from fedstill.report.series import phases
+from fedstill.report.summary import spread
+
+STRENGTHS = (1.0, 0.55, 0.25)
+"""How opaque the parts of a bar are, the first first."""
+
+
+def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
+    """Seconds a run, by phase: a bar a group, mean over seeds."""
+    found = {id(g): [phases(r) for r in g.started] for g in groups}
+    parts = {
+        name: [_average([getattr(p, name) for p in found[id(g)]]) for g in groups]
+        for name in ("training", "measuring", "other")
+    }
+    return _bars(groups, style, parts, "s", stacked=True)
+
+
+def megabytes(groups: Sequence[Group], style: Style) -> Figure:
+    """Megabytes a run, up and down: two bars a group, mean over seeds."""
+    parts = {}
+    for name in ("up", "down"):
+        means = [g.mean_spread(f"bytes_{name}") for g in groups]
+        parts[name] = [m.mean / 1e6 if m else 0.0 for m in means]
+    return _bars(groups, style, parts, "MB", stacked=False)
+
+
+def _bars(
+    groups: Sequence[Group], style: Style, parts: Mapping[str, Sequence[float]], unit: str, *, stacked: bool
+) -> Figure:
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": [named(g) for g in groups],
+            "x": [rounded(v) for v in values],
+            "text": [f"{name} {v:.3g} {unit}" for v in values] if strength == 1 else None,
+            "textposition": "inside",
+            "insidetextanchor": "start",
+            "textangle": 0,
+            "marker": {"color": [faint(style.colour(g), strength) for g in groups]},
+            "hovertemplate": f"%{{y}}: {name} %{{x:.4g}} {unit}<extra></extra>",
+        }
+        for (name, values), strength in zip(parts.items(), STRENGTHS, strict=False)
+    ]
+    about = layout(
+        barmode="stack" if stacked else "group",
+        height=max(HEIGHT, 90 + 30 * len(groups)),
+        uniformtext={"mode": "hide", "minsize": 10},
+        showlegend=False,
+        hovermode="closest",
+        bargap=0.35,
+        xaxis={"title": {"text": "seconds" if unit == "s" else "megabytes"}},
+        yaxis={"autorange": "reversed", "type": "category"},
+    )
+    return {"data": data, "layout": about}
+
+
+def _average(values: Sequence[float]) -> float:
+    found = spread(values)
+    return found.mean if found else 0.0
