@@ -20,6 +20,7 @@ BELOW_ZERO = {
     "fedcurv": ["weight"],
     "moon": ["mu"],
     "fedavgm": ["momentum"],
+    "fedalign": ["mu"],
     "kd_ntd": ["mix"],
 }
 ZERO_TOO = {
@@ -35,8 +36,9 @@ ZERO_TOO = {
     "feddyn": ["alpha"],
     "fedavgm": ["server_lr"],
     "fedcurv": ["samples"],
+    "fedalign": ["width", "iterations"],
 }
-TOO_MUCH = [("fedavgm", "momentum", 1.0), ("kd_ntd", "mix", 1.5)]
+TOO_MUCH = [("fedavgm", "momentum", 1.0), ("fedalign", "width", 1.0), ("kd_ntd", "mix", 1.5)]
 OTHER = [
     ("fedadkd", "tckd", "both"),
     ("fedadkd", "phi_timing", "late"),
@@ -48,8 +50,8 @@ OTHER = [
     ("feddyn", "aggregation", "median"),
 ]
 ROWS = [
-    *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, -1e9, float("nan"), "1")),
-    *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("nan"), float("inf"))),
+    *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
+    *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("inf"))),
     *TOO_MUCH,
     *OTHER,
 ]

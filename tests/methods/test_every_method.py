@@ -19,7 +19,7 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 
 def experiment(name: str) -> Experiment:
     needs = registry.lookup("method", name).build().requires()
-    model = {"model": {"name": plain.toy_slim.__name__}} if "slim" in needs else {}
+    model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     public = toys.PUBLIC if "public_data" in needs else 0
     return toys.toy(name, data={"public": public}, topology={"clients": 6}, **model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def test_buffers_are_averaged_and_counters_stay_integers(method: object) -> None
     ready = ready_for(method, model="toy_batchnorm", plan={"lr": 0.02})
     states, _ = drive(ready)
     name = "body.1."
-    for before, after in zip(states, states[1:], strict=False):
+    for before, after in pairwise(states):
         assert after.params[name + "num_batches_tracked"].dtype == torch.int64
         assert after.params[name + "num_batches_tracked"] > before.params[name + "num_batches_tracked"]
         assert bool((after.params[name + "running_var"] > 0).all())

@@ -156,11 +156,11 @@ def _world(settings: Settings, dataset: Dataset, classes: int) -> Federation:
 
 
 ASKED_OF_MODELS = {
-    "features": "give it submodules body and head",
-    "head": "give it submodules body and head",
-    "slim": "choose resnet56, or another whose last stage can run at a share of its width",
+    "features": ("features", "give it submodules body and head"),
+    "head": ("head", "give it submodules body and head"),
+    "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
-"""What a method may need of a model, and what would give it."""
+"""What a method may need of a model: in words, and what would give it."""
 
 
 def _check_fit(prepared: Prepared) -> None:
@@ -179,7 +179,7 @@ def _check_fit(prepared: Prepared) -> None:
         _check_runs(spec, prepared)
         missing = sorted(method.requires() & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
         if missing:
-            what, remedy = missing[0], ASKED_OF_MODELS[missing[0]]
+            what, remedy = ASKED_OF_MODELS[missing[0]]
             raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
     if "same_shapes" in method.requires() and len(models) > 1:
         raise IncompatibleMethod(

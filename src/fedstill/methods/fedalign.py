@@ -72,14 +72,13 @@ class Aligned(ClientWork):
 def steepness(before: Tensor, after: Tensor, iterations: int) -> Tensor:
     """The largest singular value of each example's transmitting matrix, by the power method: (B,) > 0.
 
-    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The matrix (D, E) is the mean
-    over places of their products, ``before`` pooled to the places of ``after``. Zeros give 1e-6.
+    before: (B, D, H, W), what enters a stage; after: (B, E, h, w), what leaves it, h <= H. The matrix (D, E) is the
+    mean over places of their products, ``before`` pooled to the places of ``after``. Zeros give 1e-6.
 
     >>> steepness(torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 2.0), 10)
     tensor([6.])
     """
-    places = after.shape[2:]
-    a = adaptive_avg_pool2d(before, list(places)).flatten(2)  # (B, D, hw)
+    a = adaptive_avg_pool2d(before, (after.shape[2], after.shape[3])).flatten(2)  # (B, D, hw)
     matrix = a @ after.flatten(2).transpose(1, 2) / a.shape[2]  # (B, D, E)
     k = matrix @ matrix.transpose(1, 2)  # (B, D, D)
     v, size = torch.ones_like(k[:, :, :1]), torch.ones_like(k[:, :1, :1])

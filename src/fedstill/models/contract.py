@@ -1,8 +1,9 @@
 """What a method may ask of a model: build it, start it, run it, and which capabilities it has.
 
 A model with two submodules ``body`` and ``head`` and ``forward(x) = head(body(x))`` has *features* (the output of its
-body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. A model whose body is an ``nn.Sequential``
-with a child that has ``slim_width(channels, share)`` and takes ``(x, share)`` can run it at a share of its width: *slim*.
+body) and a *head* (its last layer). Any other ``nn.Module`` has logits only. If the body is an ``nn.Sequential`` with a
+child that has ``slim_width(channels, share)`` and takes ``(x, share)``, that stage can run *slim*: at a share of its
+width.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,9 +103,9 @@ class SlimStage(nn.Sequential):
     def forward(self, x: Tensor, share: float = 1.0) -> Tensor:
         """(B, D, H, W) into (B, E, h, w): all channels, or ``slim_width`` of them in and out."""
         if share == 1:
-            return super().forward(x)  # type: ignore[no-any-return]
-        for block in self:
-            x = block.slim(x, share)
+            return super().forward(x)  # type: ignore[no-any-return,no-untyped-call]
+        for block in self.children():
+            x = cast(Residual, block).slim(x, share)
         return x
 
 
@@ -123,7 +123,7 @@ def _slim(layer: nn.Module, x: Tensor, share: float) -> Tensor:
     c = x.shape[1]
     if isinstance(layer, nn.Conv2d):
         weight = layer.weight[: slim_width(layer.out_channels, share), :c]
-        return conv2d(x, weight, None, layer.stride, layer.padding)  # type: ignore[arg-type]
+        return conv2d(x, weight, None, layer.stride, layer.padding)
     if isinstance(layer, nn.GroupNorm):
         return group_norm(x, c * layer.num_groups // layer.num_channels, layer.weight[:c], layer.bias[:c], layer.eps)
     if isinstance(layer, nn.BatchNorm2d):

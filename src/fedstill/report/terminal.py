@@ -80,7 +80,8 @@ def results(compared: Sequence[Group]) -> Table:
     for group in compared:
         found = [group.mean_spread(m.key) for m in shown]
         cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(found, shown, strict=True)]
-        rows.append([group.label, *cells, str(len(group.seeds)) + ("" if group.finished else ", unfinished")])
+        label = group.label if group.finished else f"{group.label}, unfinished"
+        rows.append([label, *cells, str(len(group.seeds))])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
 
 
