@@ -1,4 +1,4 @@
-"""No file that fedstill reads can run code: no pickle in the source, and none met while a run is made, resumed, shown."""
+"""No file that fedstill reads can run code: no pickle in the source, none met while a run is made, resumed and shown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src" / "fedstill"
 FORBIDDEN = re.compile(
     r"\b(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve)\b"
-    r"|torch\.(load|save)\(|yaml\.load\(|(?<![\w.])(eval|exec)\(|allow_pickle=True"
+    r"|(?<!safetensors\.)torch\.(load|save)\(|yaml\.load\(|(?<![\w.])(eval|exec)\(|allow_pickle=True"
 )
 
 WATCHED = """
