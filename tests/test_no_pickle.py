@@ -1,4 +1,4 @@
-"""No file that fedstill reads can run code: no pickle in the source, none met while a run is made, resumed and shown."""
+"""No file that fedstill reads can run code: none is a pickle, by the source and by watching a run made and resumed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+"""Schedules: who acts when, drawn by key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from fedstill.errors import ConfigError
+from fedstill.records import SERVER
+from fedstill.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
+
+
+@dataclass(frozen=True)
+class Small:
+    """As much of a world as a schedule looks at."""
+
+    clients: int = 20
+    rounds: int = 5
+    seed: int = 3
+
+
+def test_sampling_is_a_function_of_seed_and_round_alone() -> None:
+    world = Small()
+    drawn = [sample(world, r, 7) for r in (1, 2, 3)]
+    assert drawn == [sample(world, r, 7) for r in (1, 2, 3)]
+    assert len({tuple(d) for d in drawn}) == 3
+    assert all(len(set(d)) == 7 and set(d) <= set(range(20)) for d in drawn)
+    assert drawn != [sample(Small(seed=4), r, 7) for r in (1, 2, 3)], "another run seed gives another schedule"
+
+
+def test_sampling_is_uniform() -> None:
+    world, rounds = Small(), 2000
+    counts = [0] * 20
+    for r in range(rounds):
+        for client in sample(world, r, 5):
+            counts[client] += 1
+    expected = rounds * 5 / 20
+    assert sum((c - expected) ** 2 / expected for c in counts) < 45, "chi-square, 19 degrees of freedom"
+
+
+def test_by_default_ten_or_all() -> None:
+    assert len(sample(Small(), 1, None)) == 10
+    assert len(sample(Small(clients=4), 1, None)) == 4
+
+
+def test_parallel_is_one_stage_in_the_order_of_ids() -> None:
+    (stage,) = Parallel(sampled=6)(2, Small())
+    assert (stage.name, stage.index, stage.alone) == ("train", 0, False)
+    assert list(stage.clients) == sorted(stage.clients)
+
+
+def test_parallel_takes_stages_before_after_and_on_the_server() -> None:
+    schedule = Parallel(sampled=2, server="distil", first="warm", last="finetune")
+    everyone = tuple(range(20))
+    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
+    assert [s.name for s in first] == ["warm", "train", "distil"]
+    assert [s.name for s in middle] == ["train", "distil"]
+    assert [s.name for s in last] == ["train", "distil", "finetune"]
+    assert [s.index for s in last] == [0, 1, 2]
+    assert first[0].clients == last[2].clients == everyone
+    assert middle[1].clients == (SERVER,)
+    assert middle[1].view == "public"
+
+
+def test_sequential_is_a_chain_in_the_order_drawn() -> None:
+    stages = Sequential(sampled=5)(4, Small())
+    assert [s.index for s in stages] == list(range(5))
+    assert all(s.alone and len(s.clients) == 1 for s in stages)
+    assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
+
+
+def test_public_logits_goes_to_the_server_and_back() -> None:
+    local, server, distil = PublicLogits(sampled=3)(1, Small())
+    assert (local.view, server.view, distil.view) == ("private", "public", "public")
+    assert server.clients == (SERVER,)
+    assert local.clients == distil.clients
+
+
+def test_peer_to_peer_fits_once() -> None:
+    assert [s.name for s in PeerToPeer()(1, Small())] == ["fit", "transfer", "refine"]
+    assert [s.name for s in PeerToPeer()(2, Small())] == ["transfer", "refine"]
+    fit, transfer, _ = PeerToPeer(students=(7, 2))(1, Small())
+    assert len(fit.clients) == 20
+    assert transfer.clients == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [(Parallel(sampled=21), "more than the 20 clients"), (PeerToPeer(students=(0, -3)), "names -3")],
+)
+def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        schedule(1, Small())  # type: ignore[operator]

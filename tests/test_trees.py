@@ -1,0 +1,59 @@
+"""Arithmetic on named tensors, and means of replies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedstill import trees
+from fedstill.aggregate import weighted_mean
+from fedstill.records import Payload, Reply
+
+A = {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(3)}
+B = {"w": torch.tensor([3.0, -2.0]), "n": torch.tensor(9)}
+
+
+def test_arithmetic_makes_new_tensors() -> None:
+    assert trees.add(A, B)["w"].tolist() == [4.0, 0.0]
+    assert trees.sub(A, B)["w"].tolist() == [-2.0, 4.0]
+    assert trees.scale(A, 2.0)["w"].tolist() == [2.0, 4.0]
+    copy = trees.clone(A)
+    copy["w"].zero_()
+    assert A["w"].tolist() == [1.0, 2.0]
+
+
+def test_the_norm_leaves_integers_out_and_shows_what_is_not_finite() -> None:
+    assert trees.norm({"w": torch.tensor([3.0, 4.0]), "n": torch.tensor(100)}) == 5.0
+    assert trees.norm({"w": torch.tensor([float("inf")])}) == float("inf")
+    assert trees.norm({}) == 0.0
+
+
+def test_stack_and_unstack() -> None:
+    assert [t["w"].tolist() for t in trees.unstack(trees.stack([A, B]))] == [[1.0, 2.0], [3.0, -2.0]]
+
+
+def test_the_mean_keeps_the_first_integers_and_needs_weights() -> None:
+    mean = trees.mean([A, B], [1, 3])
+    assert mean["w"].tolist() == [2.5, -1.0]
+    assert mean["n"].item() == 3
+    with pytest.raises(ValueError, match="positive sum"):
+        trees.mean([A, B], [0, 0])
+
+
+def reply(client: int, value: float, examples: int) -> Reply:
+    return Reply(client, Payload(params={"w": torch.tensor([value])}), examples)
+
+
+def test_replies_are_averaged_by_size_in_the_order_of_ids() -> None:
+    values = torch.rand(50, generator=torch.Generator().manual_seed(0)).tolist()
+    replies = [reply(c, v, c + 1) for c, v in enumerate(values)]
+    there, back = weighted_mean(replies), weighted_mean(replies[::-1])
+    assert torch.equal(there["w"], back["w"]), "the order of arrival cannot matter"
+    exact = sum(v * (c + 1) for c, v in enumerate(values)) / sum(range(1, 51))
+    assert abs(there["w"].item() - exact) < 1e-6
+    assert weighted_mean(replies[:2], weighting="uniform")["w"].item() == pytest.approx((values[0] + values[1]) / 2)
+
+
+def test_clients_without_examples_weigh_nothing_unless_none_has_any() -> None:
+    assert weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 10)])["w"].item() == 5.0
+    assert weighted_mean([reply(0, 1.0, 0), reply(1, 5.0, 0)])["w"].item() == 3.0
