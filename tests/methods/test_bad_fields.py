@@ -84,8 +84,10 @@ def test_a_method_made_in_python_is_checked_too(method: str, field: str) -> None
 
 
 def test_every_numeric_field_of_every_method_is_in_a_table() -> None:
-    for name in (n for n in registry.names("method") if not n.startswith("toy_")):
+    for name in registry.names("method"):
         target = registry.lookup("method", name).target
+        if not target.__module__.startswith("fedstill.methods."):
+            continue
         for field, (hint, _) in registry.lookup("method", name).fields.items():
             if getattr(hint, "__origin__", None) in (float, int):
                 known = BELOW_ZERO.get(name, []) + ZERO_TOO.get(name, [])

@@ -118,7 +118,7 @@ def _show(result: fedstill.Result) -> int:
         ("accuracy, last round", terminal.percent(s["accuracy"])),
         ("accuracy, best round", terminal.percent(s["best_accuracy"])),
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
-        ("forgetting", f"{s['forgetting']:.4f}"),
+        ("forgetting", terminal.percent(s["forgetting"])),
         ("seconds", f"{s['seconds']:.1f}"),
         ("directory", str(result.directory)),
     ]

@@ -71,7 +71,7 @@ def run(
     anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then
     the directory keeps the last good state.
     """
-    settings = settle(experiment)
+    settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
     with locked(folder):
@@ -128,7 +128,7 @@ class _Driver:
     def start(self) -> Result:
         """From the beginning."""
         state = self.method.setup(self.world)
-        self.journal.write("start", **self._versions(), **self.measuring.split())
+        self.journal.write("start", seconds_since_1970=time.time(), **self._versions(), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)

@@ -141,7 +141,7 @@ class Bar:
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Show a finished round."""
-        said = f"accuracy {percent(event['accuracy'])}  forgetting {event['forgetting']:.3f}"
+        said = f"accuracy {percent(event['accuracy'])}  forgetting {percent(event['forgetting'])}"
         self._bar.update(self._task, completed=event["round"], accuracy=said)
 
     def stop(self) -> bool:
