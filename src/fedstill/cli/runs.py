@@ -81,6 +81,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         screen.print()
         screen.print(terminal.table(["what", "how much"], explained.arithmetic(prepared).lines()))
         screen.print()
+        networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
+        screen.print(terminal.table(["network", "parameters", "has"], networks))
+        screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
         screen.print(terminal.split(counts, prepared.dataset.classes, screen.width))
     return 0
