@@ -15,7 +15,7 @@ from fedstill.report.summary import NONE, Spread, spread
 from fedstill.report.terminal import table
 
 HEAD = ("", "ours [%]", "paper [%]", "Δ ours", "Δ paper", "F ours", "F paper", "seeds")
-"""Accuracies and forgetting in percent; Δ is the difference to the first row, in points."""
+"""Accuracies and forgetting in percent; Δ is the difference to the first row in points, over the seeds that both have."""
 
 
 def tables(
@@ -51,7 +51,7 @@ def _rows(
             row,
             _said(accuracy[row]),
             _printed(theirs[row]),
-            _apart(_percent(accuracy[row]), _percent(accuracy[rows[0]])),
+            _paired(ours[row], ours[rows[0]]),
             _apart(theirs[row].accuracy, theirs[rows[0]].accuracy),
             _said(spread([s["forgetting"] for s in ours[row]])),
             NONE if theirs[row].forgetting is None else f"{theirs[row].forgetting:.1f}",
@@ -65,8 +65,11 @@ def _said(value: Spread | None) -> str:
     return value.text(100, 1) if value else NONE
 
 
-def _percent(value: Spread | None) -> float | None:
-    return 100 * value.mean if value else None
+def _paired(runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> str:
+    """The mean difference over the seeds that both have: a seed that only one finished would shift it."""
+    ours, theirs = ({s["seed"]: s["accuracy"] for s in summaries} for summaries in (runs, first))
+    both = sorted(set(ours) & set(theirs))
+    return f"{100 * sum(ours[s] - theirs[s] for s in both) / len(both):+.1f}" if both else NONE
 
 
 def _printed(cell: Published) -> str:
