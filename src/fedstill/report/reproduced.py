@@ -15,7 +15,7 @@ from fedstill.report.summary import NONE, Spread, spread
 from fedstill.report.terminal import table
 
 HEAD = ("", "ours [%]", "paper [%]", "Δ ours", "Δ paper", "F ours", "F paper", "seeds")
-"""Accuracies and forgetting in percent; Δ is the difference to the first row in points, over the seeds that both have."""
+"""Accuracies and forgetting in percent; Δ is the difference to the first row in points, over the seeds both have."""
 
 
 def tables(
