@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from fedstill.errors import ConfigError, FedstillError, RunExists
-from fedstill.experiment.config import Experiment, as_toml
+from fedstill.experiment.config import Experiment
 from fedstill.experiment.settings import settle
 
 BYTES_A_RUN = 1.5e9
@@ -142,6 +142,8 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
 def _do(variant: Variant) -> tuple[int, str]:
     from fedstill.experiment import runner
 
+    if (variant.folder / "summary.json").is_file():
+        return 0, ""
     watch = _StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
@@ -164,8 +166,10 @@ def _finish(outcome: Outcome, future: Future[tuple[int, str]]) -> None:
 
 
 def _check_folder(variant: Variant) -> None:
-    path = variant.folder / "config.toml"
-    if path.is_file() and path.read_text() != as_toml(settle(variant.experiment).tree):
+    from fedstill.experiment.runner import settings_of
+
+    there = (variant.folder / "config.toml").is_file()
+    if there and settings_of(variant.folder).tree != settle(variant.experiment).tree:
         raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
 
 

@@ -199,5 +199,5 @@ def _check_measures(names: tuple[str, ...]) -> None:
 
 
 def _check_rounds(top: Mapping[str, Any], topology: Mapping[str, Any]) -> None:
-    if topology["kind"] == "peer_to_peer" and top["rounds"] > 1 and not isinstance(top["rounds"], bool):
+    if topology["kind"] == "peer_to_peer" and top["rounds"] > 1:
         raise ConfigError("rounds: peer_to_peer is one shot; set rounds = 1")
