@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import plain
@@ -48,6 +49,19 @@ def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tm
         assert (other / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
         ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (other, folder))
         assert ours == theirs
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+def test_every_number_of_workers_gives_the_bits_of_the_serial_engine(
+    whole: tuple[str, Path], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None is the serial engine itself; the run to compare with used as many as this machine has cores."""
+    name, folder = whole
+    monkeypatch.setenv("FEDSTILL_WORKERS", str(workers or 1))
+    run(replace(experiment(name), engine="pooled" if workers else "serial"), tmp_path / "run", data=toys.blobs())
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    assert ours == theirs
 
 
 def test_its_summary_and_fields_are_documented(whole: tuple[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from cyclopts import CycloptsError
@@ -14,8 +15,12 @@ __all__ = ["app", "call", "comparisons", "main", "reproduce", "runs"]
 
 
 def main() -> None:
-    """Run the command in ``sys.argv`` and exit."""
-    sys.exit(call(sys.argv[1:]))
+    """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are training."""
+    try:
+        sys.exit(call(sys.argv[1:]))
+    except KeyboardInterrupt:
+        say("ended at once; what was finished is kept", 1)
+        os._exit(1)
 
 
 def call(tokens: list[str]) -> int:
@@ -26,8 +31,6 @@ def call(tokens: list[str]) -> int:
         return say(str(error), 2)
     except FedstillError as error:
         return say(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return say("ended at once; what was finished is kept", 1)
     except BrokenPipeError:
         return 1
     return result if isinstance(result, int) else 0

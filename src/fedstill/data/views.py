@@ -36,6 +36,10 @@ class SimulatedSites:
         """Label counts (C,) of a client's own data, held-out examples included."""
         return torch.bincount(self.train.labels[self.parts[client]].cpu(), minlength=self.classes)
 
+    def size(self, client: int) -> int:
+        """The number of a site's own examples."""
+        return len(self.public or ()) if client == SERVER else len(self.parts[client])
+
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""
         spec = self.model(client)

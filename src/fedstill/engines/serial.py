@@ -35,6 +35,9 @@ class Sites(Protocol):
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage."""
 
+    def size(self, client: int) -> int:
+        """About how many examples a client has: only the order in which clients begin depends on it."""
+
 
 @dataclass
 class SerialEngine:
@@ -55,14 +58,20 @@ class SerialEngine:
 
         Raises CorruptFile for a damaged memory: to go on without that client would give other bits than before.
         """
-        torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.allow_tf32 = False
+        self._set_up(stage)
         return [self._reply(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage."""
         self.memory.commit(stage, clients)
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _set_up(self, stage: Stage) -> None:
+        torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.allow_tf32 = False
 
     def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         try:

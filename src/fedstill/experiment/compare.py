@@ -16,12 +16,15 @@ from typing import Any
 
 from fedstill.errors import ConfigError, FedstillError, RunExists
 from fedstill.experiment.config import Experiment
-from fedstill.experiment.settings import settle
+from fedstill.experiment.settings import Settings, settle
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
 
 POLL_SECONDS = 0.2
+
+SAME_BITS = ("serial", "pooled")
+"""Engines that give one and the same run."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
             while waiting and len(running) < jobs and not asked.stop:
                 outcome = waiting.pop(0)
                 outcome.state = "running"
-                running[pool.submit(_do, outcome.variant)] = outcome
+                running[pool.submit(_do, outcome.variant, jobs)] = outcome
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -139,11 +142,13 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     return outcomes
 
 
-def _do(variant: Variant) -> tuple[int, str]:
+def _do(variant: Variant, jobs: int) -> tuple[int, str]:
+    from fedstill.engines.pooled import WORKERS, cores
     from fedstill.experiment import runner
 
     if (variant.folder / "summary.json").is_file():
         return 0, ""
+    os.environ.setdefault(WORKERS, str(max(1, cores() // jobs)))
     watch = _StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
@@ -169,8 +174,14 @@ def _check_folder(variant: Variant) -> None:
     from fedstill.experiment.runner import settings_of
 
     there = (variant.folder / "config.toml").is_file()
-    if there and settings_of(variant.folder).tree != settle(variant.experiment).tree:
+    if there and _defining(settings_of(variant.folder)) != _defining(settle(variant.experiment)):
         raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
+
+
+def _defining(settings: Settings) -> Mapping[str, Any]:
+    """What makes it this run and no other: all but an engine whose bits are the serial engine's."""
+    same = settings["engine"] in SAME_BITS
+    return {**settings.tree, "engine": "serial"} if same else settings.tree
 
 
 class _Asked:

@@ -20,7 +20,7 @@ from fedstill.records import Plan
 TOP: Fields = {
     "seed": (Seed, 0),
     "rounds": (Count, 20),
-    "engine": (Literal["serial"], "serial"),
+    "engine": (Literal["serial", "pooled"], "pooled"),
     "threads": (tuple[Count, Count] | Count | Literal["auto"], "auto"),
     "device": (Literal["cpu", "cuda", "auto"], "cpu"),
     "precision": (Literal["fp32"], "fp32"),

@@ -18,6 +18,7 @@ from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
+from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
 from fedstill.experiment.checking import on_one_line
@@ -26,6 +27,9 @@ from fedstill.experiment.world import Federation
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
+
+ENGINES = {"serial": SerialEngine, "pooled": PooledEngine}
+"""The engines by the name they have in a config."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Prepared:
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
-        return SerialEngine(self.world, self.sites, Memory(memory), self.settings.many_threads, self.measured)
+        kind = ENGINES[self.settings["engine"]]
+        return kind(self.world, self.sites, Memory(memory), self.settings.many_threads, self.measured)
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:

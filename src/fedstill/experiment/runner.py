@@ -150,8 +150,9 @@ class _Driver:
         return self._rounds(restored.state)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal, and end the engine's threads."""
         self.journal.close()
+        self.engine.close()
 
     def _rounds(self, state: State) -> Result:
         last = self.settings["rounds"]

@@ -27,6 +27,8 @@ Ends = tuple[Tensor, Tensor]
 """What enters and what leaves a stage."""
 
 _modules = threading.local()
+_building = threading.Lock()
+"""Held while a module is made: initial weights come from the one generator of the process."""
 
 
 def build(spec: ModelSpec) -> nn.Module:
@@ -48,14 +50,14 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
     """This thread's module of a spec and role: a shape to run parameters in, whose own weights mean nothing."""
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
-        with torch.random.fork_rng(devices=[]):
+        with _building, torch.random.fork_rng(devices=[]):
             cache[spec, role] = build(spec)
     return cache[spec, role]
 
 
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
-    with torch.random.fork_rng(devices=[]):
+    with _building, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = build(spec)
     return {k: v.detach().clone() for k, v in made.state_dict().items()}

@@ -1,0 +1,74 @@
+"""The pooled engine: clients of a stage side by side on the cores, one torch thread each; the serial engine's bits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from fedstill.engines.serial import SerialEngine
+from fedstill.errors import ConfigError
+from fedstill.models import contract
+from fedstill.records import Payload, Reply, Stage
+from fedstill.work import ClientWork
+
+WORKERS = "FEDSTILL_WORKERS"
+"""The environment variable that says how many clients to train at once; unset, one a core."""
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def workers() -> int:
+    """How many clients to train at once; raises ConfigError if the environment says what is no number from 1."""
+    said = os.environ.get(WORKERS, "")
+    if said and not (said.isdecimal() and int(said)):
+        raise ConfigError(f"{WORKERS} = {said!r} in the environment must be a whole number from 1")
+    return int(said) if said else cores()
+
+
+@dataclass
+class PooledEngine(SerialEngine):
+    """Runs the clients of a stage in threads: torch's kernels release the interpreter's lock.
+
+    ``workers``: clients side by side; the bits do not depend on it, for each client has its threads, its modules and
+    its random numbers to itself. A stage of one client, or with a model that draws from torch's one generator in a
+    process (dropout), runs as in the serial engine.
+    """
+
+    workers: int = field(default_factory=workers)
+    _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
+
+    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The replies of the clients that were sent something, in the order of the schedule."""
+        clients = [c for c in stage.clients if c in downs]
+        if min(self.workers, len(clients)) < 2 or self._draws(clients):
+            return super().run(work, stage, downs, seed)
+        self._set_up(stage)
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, "client")
+
+        def reply(client: int) -> Reply:
+            torch.set_num_threads(self.threads[0])  # a thread's own setting
+            return self._reply(work, stage, client, downs[client], seed)
+
+        longest_first = sorted(clients, key=self.sites.size, reverse=True)
+        running = {client: self._pool.submit(reply, client) for client in longest_first}
+        try:
+            return [running[client].result() for client in clients]
+        finally:
+            for future in running.values():
+                future.cancel()
+
+    def close(self) -> None:
+        """End the threads, each after the client it is at."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _draws(self, clients: Sequence[int]) -> bool:
+        return any(contract.draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients})

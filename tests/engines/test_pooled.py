@@ -1,0 +1,120 @@
+"""The pooled engine: what may go wrong when clients train side by side. Its bits are tested for every method."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill.engines.memory import Memory
+from fedstill.engines.pooled import PooledEngine, workers
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.models import contract
+from fedstill.records import Carry, Payload, Stage, View, World
+from fedstill.work import ClientWork
+
+STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
+
+
+@pytest.fixture(scope="module")
+def ready() -> Prepared:
+    return prepare(settle(toys.toy()), toys.blobs())
+
+
+def pooled(ready: Prepared, count: int, memory: Memory | None = None) -> PooledEngine:
+    return PooledEngine(ready.world, ready.sites, memory or Memory(), (1, 1), workers=count)
+
+
+def sent(ready: Prepared, stage: Stage = STAGE) -> dict[int, Payload]:
+    return {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+
+
+@dataclass(frozen=True)
+class Meeting(ClientWork):
+    """Clients that wait for each other, notice how many threads torch gives them, and of whom one fails."""
+
+    barrier: threading.Barrier
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        self.barrier.wait(timeout=30)
+        if view.client == 2:
+            raise RuntimeError("the disk of this site is gone")
+        if torch.get_num_threads() != 1:
+            raise RuntimeError(f"{torch.get_num_threads()} torch threads")
+        return super().begin(down, memory, view, world)
+
+
+def test_clients_act_side_by_side_and_one_that_fails_is_a_reply(ready: Prepared) -> None:
+    torch.set_num_threads(2)
+    engine = pooled(ready, 3)
+    replies = engine.run(Meeting(threading.Barrier(3)), STAGE, sent(ready), 7)
+    engine.close()
+    assert [r.client for r in replies] == list(STAGE.clients), "in the order of the schedule"
+    assert {r.client: r.failure for r in replies if r.failure} == {2: "RuntimeError: the disk of this site is gone"}
+
+
+def test_a_damaged_memory_ends_the_stage(ready: Prepared, tmp_path: Path) -> None:
+    memory = Memory(tmp_path)
+    memory.index[1] = ("gone.safetensors", "0" * 64)
+    engine = pooled(ready, 2, memory)
+    with pytest.raises(CorruptFile, match="client 1"):
+        engine.run(ClientWork(), STAGE, sent(ready), 7)
+    engine.close()
+
+
+@dataclass(frozen=True)
+class Named(ClientWork):
+    """Clients that tell the thread they are in."""
+
+    seen: list[str]
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        self.seen.append(threading.current_thread().name)
+        return super().begin(down, memory, view, world)
+
+
+@pytest.mark.parametrize("why", ["dropout", "one client"])
+def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(ready: Prepared, why: str) -> None:
+    if why == "dropout":
+        ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
+    stage = STAGE if why == "dropout" else Stage(1, 0, "train", (3,), alone=True)
+    work = Named([])
+    engine = pooled(ready, 3)
+    assert not any(r.failure for r in engine.run(work, stage, sent(ready, stage), 7))
+    assert set(work.seen) == {threading.current_thread().name}
+
+
+def test_initial_weights_are_the_same_while_other_threads_build_modules() -> None:
+    spec = contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8,)})
+    want = contract.initial(spec, 3)
+    stop = threading.Event()
+
+    def build() -> None:
+        while not stop.is_set():
+            contract._modules.__dict__.clear()
+            contract.module(spec)
+
+    others = [threading.Thread(target=build) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        for _ in range(100):
+            got = contract.initial(spec, 3)
+            assert all(torch.equal(got[k], want[k]) for k in want)
+    finally:
+        stop.set()
+        for other in others:
+            other.join()
+
+
+@pytest.mark.parametrize("said", ["0", "many", "-1", "1.5"])
+def test_a_number_of_workers_that_is_none_is_refused(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTILL_WORKERS", said)
+    with pytest.raises(ConfigError, match="FEDSTILL_WORKERS"):
+        workers()
