@@ -1,0 +1,189 @@
+"""Seconds a round beside a plain loop's, as ratios: ``python -m benchmarks.speed [--workloads W1,W4] [--pairs 3]``.
+
+Every contestant lives in a process of its own, and they take turns, one round each, so that whatever else the machine
+does meets all of them. Times are of training alone; evaluation and a checkpoint have rows of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import peak
+from benchmarks.plain import PlainLoop
+from benchmarks.workloads import WORKLOADS, flops
+from fedstill.engines.passes import correct_by_class
+from fedstill.engines.pooled import cores
+from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.method import run_round
+from fedstill.report import terminal
+
+PLAIN = "plain PyTorch"
+
+
+class Ours:
+    """fedstill, one round a call: the very loop of a run, without evaluation and checkpoint."""
+
+    def __init__(self, ready: Prepared) -> None:
+        self.ready, self.engine = ready, ready.engine()
+        self.state = ready.settings.method.setup(ready.world)
+
+    def run_round(self) -> None:
+        """One round."""
+        settings = self.ready.settings
+        stages = settings.topology(self.state.round, self.ready.world)
+        self.state = run_round(
+            settings.method, self.state, stages, self.ready.world, self.engine, lambda *_: None, settings.rules
+        )
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The global model."""
+        return dict(self.state.params)
+
+    def evaluate(self) -> float:
+        """Seconds that 10,000 test images take."""
+        torch.set_num_threads(self.ready.settings.many_threads[1])
+        (predict,) = self.ready.settings.method.predictors(self.state, self.ready.world).values()
+        test = self.ready.sites.common_test
+        began = time.perf_counter()
+        correct_by_class(predict, test, self.ready.sites.inputs, self.ready.world.classes)
+        return (time.perf_counter() - began) * 10_000 / len(test)
+
+    def save(self) -> float:
+        """Seconds that a checkpoint takes."""
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoints = Checkpoints(Path(folder) / "checkpoints", "", Path(folder) / "memory")
+            began = time.perf_counter()
+            checkpoints.save(self.state, dict(self.engine.memory.index), (0, ""))
+            return time.perf_counter() - began
+
+
+def contest(line: Connection, workload: str, method: str, changes: dict[str, Any]) -> None:
+    """A contestant's process: does what it is told, and answers."""
+    made = WORKLOADS[workload]
+    ready = prepare(settle(made.experiment(method, **changes)), made.dataset())
+    torch.set_num_threads(cores())
+    one = PlainLoop(ready) if changes == {} else Ours(ready)
+    answers = {"parameters": one.parameters, "memory": _memory, "flops": lambda: flops(made, ready)}
+    while (asked := line.recv()) != "end":
+        if asked == "round":
+            began = time.perf_counter()
+            one.run_round()
+            line.send(time.perf_counter() - began)
+        else:
+            line.send(answers[asked]() if asked in answers else getattr(one, asked)())
+
+
+def _memory() -> float:
+    scale = 1 if sys.platform == "darwin" else 1024
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+
+
+@dataclass
+class Contestant:
+    """A process that takes turns with others."""
+
+    name: str
+    workload: str
+    method: str
+    changes: dict[str, Any]
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.line, other = context.Pipe()
+        self.process = context.Process(
+            target=contest, args=(other, self.workload, self.method, self.changes), daemon=True
+        )
+        self.process.start()
+        other.close()
+
+    def ask(self, what: str) -> Any:
+        """Have one thing done; its answer."""
+        self.line.send(what)
+        return self.line.recv()
+
+    def end(self) -> None:
+        """End the process."""
+        self.line.send("end")
+        self.process.join()
+
+
+def turns(contestants: Sequence[Contestant], pairs: int) -> float:
+    """Let each do one round to warm up, then ``pairs`` in turn; how far the plain loop's model is from ours.
+
+    The distance is relative to how far training moved it, and of the first round: the same work, in other bits.
+    """
+    for one in contestants:
+        one.ask("round")
+    plain, ours = (next(c for c in contestants if (c.name == PLAIN) == p).ask("parameters") for p in (True, False))
+    gap = max(float((plain[k] - ours[k]).abs().max()) for k in plain)
+    size = max(float(v.abs().max()) for v in plain.values())
+    for _ in range(pairs):
+        for one in contestants:
+            one.seconds.append(one.ask("round"))
+    return gap / size
+
+
+def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
+    """Measure one workload and print its table."""
+    workload = WORKLOADS[name]
+    rows = [(PLAIN, "fedavg", {}), ("serial", "fedavg", {"engine": "serial"})]
+    rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
+    contestants = [Contestant(label, name, method, changes) for label, method, changes in rows]
+    gap = turns(contestants, pairs)
+    work, reference = contestants[0].ask("flops"), contestants[0]
+    limit = limits["matrix product, float32"]
+    screen = terminal.console()
+    screen.print(f"\n{name}: {workload.about}")
+    screen.print(f"{work / 1e9:,.1f} GFLOP a round of FedAvg; at this machine's float32 limit {work / limit:.3g} s")
+    table = []
+    for one in contestants:
+        ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
+        share = f"{100 * work / statistics.median(one.seconds) / limit:.0f} %" if one.method == "fedavg" else ""
+        table.append((one.name, _spread(one.seconds), _spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
+    heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
+    screen.print(terminal.table(heads, table))
+    ours = contestants[-1]
+    screen.print(f"evaluating 10,000 images: {ours.ask('evaluate'):.3g} s; a checkpoint: {ours.ask('save'):.3g} s")
+    screen.print(
+        f"largest difference to plain PyTorch's model after one round of FedAvg: {gap:.1e} of its largest weight"
+    )
+    for one in contestants:
+        one.end()
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})"
+
+
+def main() -> None:
+    """Measure the limit, then each workload."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="which, e.g. W1,W4")
+    parser.add_argument("--pairs", type=int, default=3, help="rounds of each, in turn, after one to warm up")
+    asked = parser.parse_args()
+    limits = peak.rates()
+    screen = terminal.console()
+    screen.print(f"{cores()} cores, torch {torch.__version__}; median (min–max) over {asked.pairs} pairs of rounds")
+    screen.print(terminal.table(["limit, all cores", "GFLOP/s"], [(k, f"{v / 1e9:,.0f}") for k, v in limits.items()]))
+    for name in asked.workloads.split(","):
+        measure(name, asked.pairs, limits)
+
+
+if __name__ == "__main__":
+    main()

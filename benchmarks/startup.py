@@ -1,0 +1,48 @@
+"""Seconds until something happens: ``python -m benchmarks.startup``. Whole processes, the second call and on."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fedstill.report import terminal
+
+TIMES = 5
+CONFIG = """rounds = 1
+method = "fedntd"
+measure = []
+"""
+
+
+def seconds(command: list[str], folder: Path) -> float:
+    """How long a command takes from start to end; raises CalledProcessError if it fails."""
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    return time.perf_counter() - began
+
+
+def main() -> None:
+    """Time each command, and print the medians."""
+    python = [sys.executable]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "one.toml").write_text(CONFIG)
+        commands = {
+            "python, doing nothing": [*python, "-c", ""],
+            "import fedstill": [*python, "-c", "import fedstill"],
+            "fedstill --help": [*python, "-m", "fedstill", "--help"],
+            "fedstill run, one round of the demo's setting": [*python, "-m", "fedstill", "run", "one.toml", "-q"],
+        }
+        rows = []
+        for what, command in commands.items():
+            runs = [seconds(command, folder) for _ in range(1 + TIMES)][1:]
+            rows.append((what, f"{statistics.median(runs):.2f}", f"{min(runs):.2f}–{max(runs):.2f}"))
+    terminal.console().print(terminal.table(["whole process", "seconds, median", "min–max"], rows))
+
+
+if __name__ == "__main__":
+    main()
