@@ -10,9 +10,10 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from fedstill.errors import ConfigError, FedstillError, RunExists
 from fedstill.experiment.config import Experiment
@@ -123,8 +124,8 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
         _check_folder(outcome.variant)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
-    asked = _Asked()
-    with asked, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    asked = _Asked(context.Event())
+    with asked, ProcessPoolExecutor(jobs, context, _StopsWhenAsked.listen, (asked.event,)) as pool:
         waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
         while waiting or running:
             while waiting and len(running) < jobs and not asked.stop:
@@ -185,10 +186,10 @@ def _defining(settings: Settings) -> Mapping[str, Any]:
 
 
 class _Asked:
-    """Whether somebody pressed Ctrl-C; a second time raises KeyboardInterrupt."""
+    """Whether somebody pressed Ctrl-C, which the workers are told; a second time raises KeyboardInterrupt."""
 
-    def __init__(self) -> None:
-        self.stop = False
+    def __init__(self, event: Event) -> None:
+        self.event, self.stop = event, False
 
     def __enter__(self) -> _Asked:
         self._old = signal.signal(signal.SIGINT, self._ask)
@@ -201,13 +202,21 @@ class _Asked:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
+        self.event.set()
 
 
 class _StopsWhenAsked:
-    """A worker's watch: no display, and a stop after the stage in which a signal came."""
+    """A worker's watch: no display; a stop after the stage in which a signal came, or the comparison was ended."""
+
+    event: ClassVar[Event]
 
     def __init__(self) -> None:
         self.asked = 0
+
+    @classmethod
+    def listen(cls, event: Event) -> None:
+        """Stop when this is set, too."""
+        cls.event = event
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Take a signal; the second ends the process."""
@@ -222,5 +231,6 @@ class _StopsWhenAsked:
         """Nothing."""
 
     def stop(self) -> bool:
-        """Whether a signal came."""
-        return self.asked > 0
+        """Whether a signal came, here or where the comparison was started, or the latter is no more."""
+        parent = multiprocessing.parent_process()
+        return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())
