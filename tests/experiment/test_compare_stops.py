@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -31,7 +32,8 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
         _wait(lambda: not _grows(journals))
         assert not (tmp_path / "all/fedavg/seed1/summary.json").exists(), "it was stopped, not finished"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _grows(files: list[Path], seconds: float = 2) -> bool:
