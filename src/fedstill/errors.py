@@ -55,6 +55,10 @@ class BadPayload(FedstillError):
     """A message whose bytes or groups are not a payload."""
 
 
+class Refused(FedstillError):
+    """A request that a site does not serve: another version or configuration, or what its own settings don't allow."""
+
+
 class ClientFailed(FedstillError):
     """A client that raised while it worked; the cause is chained."""
 

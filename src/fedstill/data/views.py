@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,12 @@ class SimulatedSites:
     """All sites of a simulation over one training set.
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
+    ``own_test``: the test set of a real site, which stays there.
     ``plans`` say by stage what share of its own data a client holds out. ``passes``: how a model is run over data.
     """
 
     train: Examples
-    parts: Sequence[Tensor]
+    parts: Sequence[Tensor] | Mapping[int, Tensor]
     classes: int
     model: Callable[[int], ModelSpec]
     passes: Callable[[ModelSpec], Passes]
@@ -31,6 +32,7 @@ class SimulatedSites:
     seed: int
     public: Examples | None = None
     common_test: Examples | None = None
+    own_test: Examples | None = None
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
@@ -51,7 +53,7 @@ class SimulatedSites:
         own, held = self._split(client, self.plans.get(stage.name, Plan(epochs=0)).validation)
         validation = self.train.take(held) if len(held) else None
         counts = self.counts(client)
-        return View(client, spec, self.train.take(own), counts, self.public, validation, None, passes)
+        return View(client, spec, self.train.take(own), counts, self.public, validation, self.own_test, passes)
 
     def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
         part = self.parts[client]

@@ -24,6 +24,11 @@ class Memory:
     _held: dict[int, Payload] = field(default_factory=dict)
     _kept: dict[int, Payload] = field(default_factory=dict)
 
+    @staticmethod
+    def of(remembered: Mapping[int, Payload]) -> Memory:
+        """In this process: what some clients remember already."""
+        return Memory(_kept=dict(remembered))
+
     def load(self, client: int) -> Payload:
         """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one that was written."""
         if self.folder is None:
@@ -43,6 +48,10 @@ class Memory:
     def hold(self, client: int, memory: Payload) -> None:
         """Take what a client remembers of a stage that is not committed yet."""
         self._held[client] = memory
+
+    def held(self, client: int) -> Payload:
+        """What a client remembers of a stage that is not committed yet; nothing, if it remembers nothing."""
+        return self._held.get(client, NOTHING)
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage, and drop what the others do."""

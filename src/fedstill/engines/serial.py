@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import train
@@ -107,13 +108,19 @@ class SerialEngine:
         return Reply(client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(self, stage: Stage, view: View, params: Tensors) -> dict[str, object]:
+        if view.test is not None and len(view.test) and params:
+            return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
         test = self.sites.common_test
         if stage.round not in self.measured or test is None or not params or view.client < 0:
             return {}
         start = time.perf_counter()
-        right = correct_by_class(predictor(view.model, params), test, self.sites.inputs, self.world.classes)
+        right = self._right(view, params, test)
         return {
             "label_counts": view.counts.tolist(),
             "correct_by_class": right.tolist(),
             "seconds_measuring": time.perf_counter() - start,
         }
+
+    def _right(self, view: View, params: Tensors, test: Examples) -> Tensor:
+        """How many examples of each class these parameters predict right: (C,)."""
+        return correct_by_class(predictor(view.model, params), test, self.sites.inputs, self.world.classes)

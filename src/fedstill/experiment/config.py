@@ -14,13 +14,13 @@ import tomli_w
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import Fields, checked, on_one_line, shown
-from fedstill.fields import Count, CountOrZero, Positive, PositiveShare, Seed
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed
 from fedstill.records import Plan
 
 TOP: Fields = {
     "seed": (Seed, 0),
     "rounds": (Count, 20),
-    "engine": (Literal["serial", "pooled"], "pooled"),
+    "engine": (Literal["serial", "pooled", "flower"], "pooled"),
     "threads": (tuple[Count, Count] | Count | Literal["auto"], "auto"),
     "device": (Literal["cpu", "cuda", "auto"], "cpu"),
     "precision": (Literal["fp32"], "fp32"),
@@ -48,6 +48,20 @@ CLIENTS: Fields = {
 }
 """``[clients]``: when a stage counts, and architectures other than the server's, dealt out in turn."""
 
+FLOWER: Fields = {
+    "federation": (str, ""),
+    "grid": (Literal["loopback", "ray"], "loopback"),
+    "data": (Literal["partition", "sites"], "partition"),
+    "classes": (tuple[str, ...], ()),
+    "shape": (tuple[Count, Count, Count] | tuple[()], ()),
+    "deadline": (Positive, 600.0),
+    "ttl": (NonNegative, 0.0),
+    "retries": (CountOrZero, 1),
+    "poll": (Positive, 0.2),
+    "max_mb": (Count, 1024),
+}
+"""``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how long to wait for them."""
+
 PLAN: Fields = registry.Entry("plan", "plan", Plan).fields
 """``[plan]`` for all stages, ``[plan.STAGE]`` for one; unset, the method's."""
 
@@ -59,7 +73,7 @@ NAMED = {
 }
 """Tables that name a registered thing: under which key, and which one if none is named."""
 
-TABLES = ("data", "clients", "privacy", "plan", *NAMED)
+TABLES = ("data", "clients", "privacy", "flower", "plan", *NAMED)
 
 DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
 """Values for parameters that a partition asks for and that we choose if nobody does."""
@@ -89,6 +103,7 @@ class Experiment:
     plan: Any = field(default_factory=dict)
     clients: Any = field(default_factory=dict)
     privacy: Any = field(default_factory=dict)
+    flower: Any = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
 

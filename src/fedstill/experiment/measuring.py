@@ -30,7 +30,7 @@ class Measuring:
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""
         sites, data = self.prepared.sites, self.prepared.dataset
-        counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)]
+        counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
         return {"classes": list(data.classes), "label_counts": counts}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:

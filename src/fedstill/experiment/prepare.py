@@ -29,7 +29,7 @@ from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
 
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine}
-"""The engines by the name they have in a config."""
+"""The engines in this process, by the name they have in a config."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Prepared:
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
-        kind = ENGINES[self.settings["engine"]]
+        kind = ENGINES.get(self.settings["engine"], SerialEngine)
         return kind(self.world, self.sites, Memory(memory), self.settings.many_threads, self.measured)
 
 
@@ -62,8 +62,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     train, public = _set_public_apart(settings, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")
     classes = len(dataset.classes)
-    parts = split(settings, train.labels.numpy())
-    world = _world(settings, dataset, classes)
+    parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
+    world = world_of(settings, tuple(dataset.train.images.shape[1:]), classes)
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
         train=train.to(settings["device"]),
@@ -75,18 +75,41 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         plans=dict(settings.plans),
         seed=settings["seed"],
         public=public and public.to(settings["device"]),
-        common_test=test.to(settings["device"]),
+        common_test=test.to(settings["device"]) if len(test) else None,
     )
     prepared = Prepared(settings, dataset, world, sites)
     _check_fit(prepared)
     return prepared
 
 
+def on_sites(settings: Settings) -> bool:
+    """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
+    return "flower" in settings.tree and settings["flower"]["data"] == "sites"
+
+
 def read(settings: Settings) -> Dataset:
-    """The data set that the settings name."""
+    """The data set that the settings name; ``"none"`` is a server without data, which knows classes and shape only."""
     data = settings["data"]
+    if on_sites(settings) and data["name"] == NO_DATA:
+        return _no_data(settings)
     columns = {k: data[k] for k in ("image_column", "label_column") if data[k]}
     return load(data["name"], folder=data["folder"] or None, **columns)
+
+
+NO_DATA = "none"
+"""The data set's name for a server that has neither a test set nor a public set."""
+
+
+def _no_data(settings: Settings) -> Dataset:
+    classes, shape = settings["flower"]["classes"], settings["flower"]["shape"]
+    if len(classes) < 2 or not shape:
+        raise ConfigError(
+            "data.name = 'none' needs flower.classes, the names of the classes, and flower.shape, an image's "
+            "channels, height and width"
+        )
+    empty = Examples(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
+    half = (0.5,) * shape[0]
+    return Dataset(NO_DATA, empty, empty, None, classes, half, half)
 
 
 def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> list[torch.Tensor]:
@@ -146,10 +169,10 @@ def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Ex
     return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
-def _world(settings: Settings, dataset: Dataset, classes: int) -> Federation:
-    shape = tuple(dataset.train.images.shape[1:])
+def world_of(settings: Settings, shape: tuple[int, ...], classes: int) -> Federation:
+    """What every side may know, given the shape of an image (channels, height, width) and the number of classes."""
     if len(shape) != 3:
-        raise ConfigError(f"images must be (n, channels, height, width), not {tuple(dataset.train.images.shape)}")
+        raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
     values = dict(settings["model"])
     server = contract.spec_for(values.pop("name"), shape, classes, values)
     others = []
@@ -197,7 +220,8 @@ def _check_fit(prepared: Prepared) -> None:
 
 def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:
     """Build a model and show it two images, so that a misfit is one clear line now and not a failed client later."""
-    images = prepared.sites.inputs.plain(prepared.sites.train.images[:2])
+    some = prepared.sites.train.images[:2]
+    images = prepared.sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:
         out = contract.predictor(spec, contract.initial(spec, 0))(images)
     except FedstillError:

@@ -9,15 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 import fedstill
 from fedstill.data.examples import Dataset
+from fedstill.engines.serial import SerialEngine
 from fedstill.errors import CorruptFile, RunExists
 from fedstill.experiment import journal as journals
+from fedstill.experiment.carried import engine_of
 from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
 from fedstill.experiment.directory import locked, new_directory, refuse_used
@@ -29,6 +31,9 @@ from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State
 from fedstill.wire.screen import Refusal
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
 
 
 class Progress(Protocol):
@@ -63,11 +68,16 @@ class Interrupted(Exception):
 
 
 def run(
-    experiment: Experiment, out: Path | str | None = None, data: Dataset | None = None, watch: Progress | None = None
+    experiment: Experiment,
+    out: Path | str | None = None,
+    data: Dataset | None = None,
+    watch: Progress | None = None,
+    grid: Grid | None = None,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
-    ``data``: a data set in memory, instead of the one that the config names. Raises ConfigError and its kin before
+    ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
+    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin before
     anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then
     the directory keeps the last good state.
     """
@@ -78,11 +88,13 @@ def run(
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", as_toml(settings.tree).encode())
-        with closing(_Driver(prepared, folder, watch or Quiet())) as driver:
+        with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
             return driver.start()
 
 
-def resume(directory: Path | str, data: Dataset | None = None, watch: Progress | None = None) -> Result:
+def resume(
+    directory: Path | str, data: Dataset | None = None, watch: Progress | None = None, grid: Grid | None = None
+) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
     folder = Path(directory)
     settings = settings_of(folder)
@@ -90,7 +102,7 @@ def resume(directory: Path | str, data: Dataset | None = None, watch: Progress |
         if (folder / "summary.json").is_file():
             return Result.of(folder)
         sweep(folder)
-        with closing(_Driver(prepare(settings, data), folder, watch or Quiet())) as driver:
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid)) as driver:
             return driver.resume()
 
 
@@ -113,14 +125,16 @@ class _Driver:
     prepared: Prepared
     folder: Path
     watch: Progress
+    grid: Grid | None = None
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.settings, self.world, self.method = settings, self.prepared.world, settings.method
         self.journal = journals.Journal(self.folder / "journal.jsonl")
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory)
-        self.engine = self.prepared.engine(memory)
+        self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
+        local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared)
         self.saving = 0.0
         self.stages: Sequence[Stage] = ()
@@ -196,6 +210,11 @@ class _Driver:
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.many_threads[1])
         return self.method.predictors(state, self.world)
+
+    def _identity(self) -> str:
+        """Which run this is, for its clients: the same after a resume, another for every run."""
+        with self.journal.path.open("rb") as file:
+            return digest(file.readline())[:16]
 
     def _versions(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,7 @@ import torch
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import checked, on_one_line, shown
-from fedstill.experiment.config import CLIENTS, DATA, NAMED, TOP, Experiment, fields_of, plan_for
+from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, TOP, Experiment, fields_of, plan_for
 from fedstill.fields import Count
 from fedstill.method import Method
 from fedstill.records import Plan
@@ -70,6 +70,7 @@ def settle(experiment: Experiment) -> Settings:
     model_values = _values(experiment, "model", default)
     partition_values = _values(experiment, "partition", default)
     plans = _plans(method, experiment.table("plan"))
+    flower = _flower(experiment)
     _check_rounds(top, topology_values)
     tree = {
         **top,
@@ -79,6 +80,7 @@ def settle(experiment: Experiment) -> Settings:
         "model": model_values,
         "method": method_values,
         "clients": rules,
+        **({"flower": flower} if top["engine"] == "flower" else {}),
         "plan": {name: {f.name: getattr(p, f.name) for f in fields(p)} for name, p in plans.items()},
     }
     limits = Rules(rules["quorum"], rules["norm_limit"])
@@ -174,6 +176,15 @@ def _plans(method: Method, table: Mapping[str, Any]) -> dict[str, Plan]:
         stage: plan_for(default, {**common, **table.get(stage, {})}, f"plan.{stage}")
         for stage, default in method.plans.items()
     }
+
+
+def _flower(experiment: Experiment) -> dict[str, Any]:
+    flower = checked(FLOWER, experiment.table("flower"), "flower")
+    if flower["federation"]:
+        flower["federation"] = str(_place(flower["federation"], experiment.base, "flower.federation"))
+    elif flower["data"] == "sites":
+        raise ConfigError("flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` made")
+    return flower
 
 
 def _threads(value: Any) -> tuple[int, int]:

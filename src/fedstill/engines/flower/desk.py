@@ -1,0 +1,100 @@
+"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedstill.engines.flower.requests import Answer, Request, Version
+from fedstill.errors import BadPayload, CorruptFile, FedstillError
+from fedstill.files import digest, make_folder, remove, sweep, write_whole
+from fedstill.records import NOTHING, Payload, Stage
+from fedstill.wire.codec import decode, encode
+
+KEPT = 2
+"""How many stages' memories and replies are kept, beside the memory that counts."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """The files of one client in one run: ``FOLDER/RUN/clientN/``.
+
+    For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one; and then the reply,
+    which is only written when the memory is safe. So a stage that was asked for twice is answered from its reply, and
+    one that was cut short is done again from the memory that counts.
+    """
+
+    folder: Path
+    run: str
+    client: int
+
+    @property
+    def place(self) -> Path:
+        """Where this client's files of this run are."""
+        return self.folder / self.run / f"client{self.client}"
+
+    def remembered(self, version: Version | None) -> Payload:
+        """What the client remembers in a version; raises CorruptFile if that file is gone or damaged."""
+        if version is None:
+            return NOTHING
+        path = self.place / version[0]
+        try:
+            data = path.read_bytes()
+            if digest(data) != version[1]:
+                raise BadPayload("its SHA-256 is not the one that counts")
+            return decode(data)
+        except (OSError, BadPayload) as error:
+            raise CorruptFile(f"the memory that counts, {version[0]}, cannot be used at this site: {error}") from error
+
+    def kept(self, request: Request) -> Answer | None:
+        """The answer already given to this very request, if it is still here and whole."""
+        path = self.place / _reply(request.stage)
+        try:
+            stored = decode(path.read_bytes())
+            note = json.loads(str(stored["note"]))
+            if note["request"] != request.digest():
+                return None
+            up = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
+            answer = Answer.of(str(note["answer"]), up)
+            self.remembered(answer.memory)
+        except (OSError, FedstillError, ValueError, KeyError, TypeError):
+            return None
+        return answer
+
+    def keep(self, request: Request, answer: Answer, memory: Payload) -> Answer:
+        """Write the memory, then the reply, then let go of what is too old; the answer with its memory's version."""
+        make_folder(self.place)
+        sweep(self.place)
+        if memory:
+            data, name = encode(memory), _memory(self.client, request.stage)
+            write_whole(self.place / name, data)
+            answer = replace(answer, memory=(name, digest(data)))
+        note = json.dumps({"request": request.digest(), "answer": answer.header()})
+        stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.up.items()}})
+        write_whole(self.place / _reply(request.stage), encode(stored))
+        self._let_go(request.memory)
+        return answer
+
+    def _let_go(self, counts: Version | None) -> None:
+        replies = sorted(self.place.glob("*.reply"))
+        stages = {p.stem for p in replies[-KEPT:]}
+        for path in (*replies, *self.place.glob("*.safetensors")):
+            if _stage_of(path) not in stages and (counts is None or path.name != counts[0]):
+                remove(path)
+
+
+def _reply(stage: Stage) -> str:
+    return f"{stage.round:07d}-{stage.index:07d}.reply"
+
+
+def _memory(client: int, stage: Stage) -> str:
+    return f"client{client}-round{stage.round}-stage{stage.index}.safetensors"
+
+
+def _stage_of(path: Path) -> str:
+    """The stage of a file, as its reply's name says it."""
+    if path.suffix == ".reply":
+        return path.stem
+    _, round, stage = path.stem.split("-")
+    return f"{int(round.removeprefix('round')):07d}-{int(stage.removeprefix('stage')):07d}"

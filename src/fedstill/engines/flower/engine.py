@@ -1,0 +1,65 @@
+"""The Flower engine: clients elsewhere do a stage; it only carries. The server's own stages run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fedstill.engines.flower.requests import Answer, Request, Version
+from fedstill.engines.memory import Memory
+from fedstill.engines.serial import SerialEngine
+from fedstill.records import SERVER, Payload, Reply, Stage
+from fedstill.work import ClientWork
+
+
+class Asks(Protocol):
+    """Brings requests to clients and their answers back; a client that gives none is a failed answer."""
+
+    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+        """One answer for each request."""
+
+
+@dataclass
+class FlowerEngine:
+    """``here`` does the stages of the server; ``request`` makes a request of what is known of the run and a payload.
+
+    What clients remember lies on their own disks; ``memory.index`` says which version of each the run counts.
+    """
+
+    here: SerialEngine
+    fleet: Asks
+    request: Callable[..., Request]
+    _held: dict[int, Version | None] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> Memory:
+        """The server's own memory, and the index of all."""
+        return self.here.memory
+
+    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The replies of the clients that were sent something; the work itself they look up by name."""
+        if SERVER in stage.clients:
+            return self.here.run(work, stage, downs, seed)
+        asked = [
+            self.request(client=c, stage=stage, memory=self.memory.index.get(c), down=downs[c], facts=self.facts)
+            for c in stage.clients
+            if c in downs
+        ]
+        answers = self.fleet.ask(asked) if asked else []
+        self._held = {a.client: a.memory for a in answers}
+        return [Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, a.failure) for a in answers]
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """From now on these clients' memories of the stage count; what the others remember of it does not."""
+        if SERVER in stage.clients:
+            self.here.commit(stage, clients)
+            return
+        for client in clients:
+            version = self._held.get(client)
+            if version is None:
+                self.memory.index.pop(client, None)
+            else:
+                self.memory.index[client] = version
+        self._held = {}

@@ -1,0 +1,151 @@
+"""The clients behind a Flower grid: who is where, and asking many of them at once, with a deadline and retries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fedstill.engines.flower.records import STAGE, WHOAMI, content, header_and_payload
+from fedstill.engines.flower.requests import Answer, Request
+from fedstill.errors import BadPayload
+
+if TYPE_CHECKING:
+    from flwr.app import Message
+    from flwr.serverapp import Grid
+
+RAISED = 2
+"""Flower's error code for a ClientApp that raised: asking again would raise again."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a stage may take and how often a lost message is sent again.
+
+    ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the deadline. ``retries``:
+    how often a message that Flower lost is sent again. ``poll``: seconds between looks. ``max_bytes``: of an answer.
+    """
+
+    deadline: float = 600.0
+    ttl: float = 0.0
+    retries: int = 1
+    poll: float = 0.2
+    max_bytes: int = 1 << 30
+
+
+@dataclass
+class _Call:
+    """One client's request: the message under way, how often it was sent, what became of it."""
+
+    request: Request
+    sent: int = 0
+    message: str | None = None
+    lost: str = ""
+    answer: Answer | None = None
+
+
+@dataclass
+class Fleet:
+    """Clients by their number, over a grid that knows nodes by ids of its own."""
+
+    grid: Grid
+    patience: Patience
+    clients: dict[int, int] = field(default_factory=dict)  # node id -> client
+    _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
+
+    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+        """One answer for each request, in their order; what did not come is a failure that says why."""
+        end = time.monotonic() + self.patience.deadline
+        calls = {r.client: _Call(r) for r in requests}
+        while True:
+            nodes = self._nodes(calls, end)
+            self._send([c for c in calls.values() if c.answer is None and c.message is None], nodes, end)
+            self._collect(calls)
+            if all(c.answer for c in calls.values()) or time.monotonic() >= end:
+                break
+            time.sleep(min(self.patience.poll, max(0.0, end - time.monotonic())))
+        return [c.answer or _failed(c.request, self._silence(c, nodes)) for c in calls.values()]
+
+    def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
+        """The nodes of each client that are online; nodes not met before are asked who they are."""
+        online = [int(n) for n in self.grid.get_node_ids()]
+        for message in self.grid.pull_messages(list(self._asked)) if self._asked else ():
+            node = self._asked.pop(message.metadata.reply_to_message_id, None)
+            if node is not None and message.has_content():
+                client = message.content.config_records.get("whoami", {}).get("client")
+                if type(client) is int:
+                    self.clients[node] = client
+        waiting = set(self._asked.values())
+        if set(calls) - {self.clients.get(n) for n in online}:
+            self._introduce([n for n in online if n not in self.clients and n not in waiting], end)
+        found: dict[int, list[int]] = {}
+        for node in online:
+            if node in self.clients:
+                found.setdefault(self.clients[node], []).append(node)
+        return found
+
+    def _introduce(self, nodes: Sequence[int], end: float) -> None:
+        from flwr.app import ConfigRecord, Message, RecordDict
+
+        ask = [Message(RecordDict({"ask": ConfigRecord()}), n, WHOAMI, ttl=self._ttl(end)) for n in nodes]
+        ids = self.grid.push_messages(ask) if ask else []
+        self._asked.update({i: n for i, n in zip(ids, nodes, strict=True) if i})
+
+    def _send(self, calls: Sequence[_Call], nodes: dict[int, list[int]], end: float) -> None:
+        from flwr.app import Message
+
+        messages, sending = [], []
+        for call in calls:
+            there = nodes.get(call.request.client, [])
+            if len(there) > 1:
+                call.answer = _failed(call.request, f"is claimed by {len(there)} nodes: stop all but one of them")
+            elif there:
+                messages.append(Message(content(call.request), there[0], STAGE, ttl=self._ttl(end)))
+                sending.append(call)
+        for call, id in zip(sending, self.grid.push_messages(messages) if messages else [], strict=True):
+            call.sent, call.message = call.sent + 1, id or None
+            if not id:
+                self._lose(call, "the message could not be sent")
+
+    def _collect(self, calls: dict[int, _Call]) -> None:
+        under_way = {c.message: c for c in calls.values() if c.message and c.answer is None}
+        for message in self.grid.pull_messages(list(under_way)) if under_way else ():
+            call = under_way.get(message.metadata.reply_to_message_id)
+            if call is None:
+                continue
+            if message.has_error():
+                code, reason = message.error.code, " ".join((message.error.reason or "").split())
+                if code == RAISED:
+                    call.answer = _failed(call.request, reason or "the app raised")
+                else:
+                    self._lose(call, f"Flower's error {code}: {reason}")
+            else:
+                call.answer = self._read(call.request, message)
+
+    def _read(self, request: Request, message: Message) -> Answer:
+        try:
+            answer = Answer.of(*header_and_payload(message.content, self.patience.max_bytes))
+        except BadPayload as error:
+            return _failed(request, f"answered with no answer: {error}")
+        if answer.client != request.client:
+            return _failed(request, f"answered as client {answer.client}")
+        return answer
+
+    def _lose(self, call: _Call, why: str) -> None:
+        call.message, call.lost = None, why
+        if call.sent > self.patience.retries:
+            call.answer = _failed(call.request, why)
+
+    def _silence(self, call: _Call, nodes: dict[int, list[int]]) -> str:
+        if call.lost:
+            return call.lost
+        late = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
+        return f"did not reply {late}" if call.sent else f"was not connected {late}"
+
+    def _ttl(self, end: float) -> float:
+        return self.patience.ttl or max(1.0, end - time.monotonic())
+
+
+def _failed(request: Request, why: str) -> Answer:
+    return Answer(request.client, request.stage.round, request.stage.index, failure=why)

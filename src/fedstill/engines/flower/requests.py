@@ -1,0 +1,194 @@
+"""What the server asks of a client for one stage, and what the client answers: a JSON header beside a payload."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedstill.errors import BadPayload
+from fedstill.files import digest
+from fedstill.records import NOTHING, Payload, Stage
+from fedstill.wire.codec import encode
+
+Version = tuple[str, str]
+"""A client's memory of a stage: the name of its file on the client's disk, and that file's SHA-256."""
+
+MAX_HEADER = 1 << 20
+MAX_TEXT = 2000
+
+
+@dataclass(frozen=True)
+class Request:
+    """One stage for one client.
+
+    ``version``: fedstill's. ``config``: the run's resolved configuration as TOML, ``sha``: its SHA-256. ``run``: the
+    run's identity. ``memory``: which of the client's memories the server counts as current; None: it has none.
+    ``facts``: what all sites must agree on about data that only they see.
+    """
+
+    version: str
+    config: str
+    sha: str
+    run: str
+    client: int
+    stage: Stage
+    memory: Version | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    down: Payload = NOTHING
+
+    def header(self) -> str:
+        """Everything but the payload, as JSON."""
+        s = self.stage
+        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.alone]
+        values = {k: getattr(self, k) for k in ("version", "config", "sha", "run", "client", "memory", "facts")}
+        return json.dumps({**values, "stage": stage}, sort_keys=True)
+
+    def digest(self) -> str:
+        """SHA-256 of the whole request: the same question has the same answer."""
+        return digest(self.header().encode() + encode(self.down))
+
+    @staticmethod
+    def of(header: str, down: Payload) -> Request:
+        """The request in a header and a payload; raises BadPayload for what is none."""
+        h = _json(header)
+        stage = _typed(h, "stage", list)
+        if len(stage) != 6:
+            raise BadPayload("stage has not six parts")
+        names = dict(zip(("round", "index", "name", "clients", "view", "alone"), stage, strict=True))
+        texts = {k: _typed(h, k, str) for k in ("version", "config", "sha", "run")}
+        if not texts["run"].isalnum():
+            raise BadPayload("run must be letters and digits")
+        where = Stage(
+            _count(names, "round"),
+            _count(names, "index"),
+            _typed(names, "name", str),
+            tuple(_int(c) for c in _typed(names, "clients", list)),
+            "public" if names["view"] == "public" else "private",
+            _typed(names, "alone", bool),
+        )
+        return Request(
+            **texts,
+            client=_count(h, "client"),
+            stage=where,
+            memory=_version(h.get("memory")),
+            facts=_typed(h, "facts", dict),
+            down=down,
+        )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it, None for nothing."""
+
+    client: int
+    round: int
+    stage: int
+    up: Payload = NOTHING
+    examples: int = 0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    memory: Version | None = None
+    failure: str = ""
+
+    def header(self) -> str:
+        """Everything but the payload, as JSON."""
+        names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
+        return json.dumps({k: getattr(self, k) for k in names})
+
+    @staticmethod
+    def of(header: str, up: Payload) -> Answer:
+        """The answer in a header and a payload; raises BadPayload for what is none. Unknown metrics are left out."""
+        h = _json(header)
+        return Answer(
+            _count(h, "client"),
+            _count(h, "round"),
+            _count(h, "stage"),
+            up,
+            _count(h, "examples"),
+            _metrics(_typed(h, "metrics", dict)),
+            _version(h.get("memory")),
+            " ".join(_typed(h, "failure", str)[:MAX_TEXT].split()),
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**53 for v in value)
+
+
+def _means(value: Any) -> bool:
+    return isinstance(value, dict) and all(_number(v) for v in value.values())
+
+
+METRICS: Mapping[str, Callable[[Any], bool]] = {
+    "loss": _means,
+    "steps": _number,
+    "epochs": _number,
+    "seconds": _number,
+    "seconds_training": _number,
+    "seconds_measuring": _number,
+    "site_accuracy": lambda v: _number(v) and 0 <= v <= 1,
+    "label_counts": _counts,
+    "correct_by_class": _counts,
+}
+"""What a client may report beside its payload, and what it must look like; no fold reads it."""
+
+
+def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {}
+    for name, value in given.items():
+        if name in METRICS:
+            if not METRICS[name](value):
+                raise BadPayload(f"its metric {name} is malformed")
+            kept[name] = value
+    if len(kept.get("label_counts", ())) != len(kept.get("correct_by_class", ())):
+        raise BadPayload("its counts by class differ in length")
+    return kept
+
+
+def _json(text: str) -> dict[str, Any]:
+    if len(text) > MAX_HEADER:
+        raise BadPayload(f"a header of {len(text)} characters is over the limit of {MAX_HEADER}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadPayload(f"the header is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadPayload("the header is not an object")
+    return value
+
+
+def _typed(values: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = values.get(name)
+    if type(value) is not kind:
+        raise BadPayload(f"{name} is missing, or no {kind.__name__}")
+    return value
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise BadPayload(f"{str(value)[:40]!r} is not a whole number")
+    return value
+
+
+def _count(values: Mapping[str, Any], name: str) -> int:
+    value = _int(values.get(name))
+    if not 0 <= value < math.inf or value > 2**53:
+        raise BadPayload(f"{name} = {value} is out of range")
+    return value
+
+
+def _version(value: Any) -> Version | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(v, str) for v in value)):
+        raise BadPayload("memory is no file name and SHA-256")
+    name, sha = value
+    if len(name) > 200 or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") or name.startswith("."):
+        raise BadPayload(f"memory has a strange name, {name[:40]!r}")
+    return name, sha
