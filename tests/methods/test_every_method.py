@@ -14,6 +14,7 @@ from fedstill import registry
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.journal import read, without_times
 from fedstill.experiment.runner import resume, run
+from flowers import needs_flower
 from run_bits import stopped
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
@@ -59,6 +60,21 @@ def test_every_number_of_workers_gives_the_bits_of_the_serial_engine(
     name, folder = whole
     monkeypatch.setenv("FEDSTILL_WORKERS", str(workers or 1))
     run(replace(experiment(name), engine="pooled" if workers else "serial"), tmp_path / "run", data=toys.blobs())
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    assert ours == theirs
+
+
+@needs_flower
+@needs_flower
+def test_over_flower_and_resumed_it_gives_the_bits_of_the_serial_engine(
+    whole: tuple[str, Path], tmp_path: Path
+) -> None:
+    """Every message is serialised; the second half runs on new nodes, which find what they remember on their disks."""
+    name, folder = whole
+    stages = len({(e["round"], e["stage"]) for e in read(folder / "journal.jsonl") if e["event"] == "client"})
+    over = replace(experiment(name), engine="flower")
+    resume(stopped(over, tmp_path / "run", stages=max(1, stages // 2)), data=toys.blobs())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
     assert ours == theirs

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedstill
 from fedstill.data.examples import Dataset
-from fedstill.engines.flower.app import Clerk as Does
-from fedstill.engines.flower.app import client_app
+from fedstill.engines.flower.app import Does, client_app
 from fedstill.engines.flower.engine import FlowerEngine
-from fedstill.engines.flower.fleet import Fleet, Patience
+from fedstill.engines.flower.fleet import Clock, Fleet, Patience
+from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.engines.flower.requests import Request
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.config import as_toml
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 
-def engine_of(prepared: Prepared, folder: Path, run: Callable[[], str], grid: Grid | None) -> SerialEngine | FlowerEngine:
+def engine_of(
+    prepared: Prepared, folder: Path, run: Callable[[], str], grid: Grid | None
+) -> SerialEngine | FlowerEngine:
     """The engine that a run's settings name.
 
     ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``: a Flower grid whose
@@ -36,9 +39,8 @@ def engine_of(prepared: Prepared, folder: Path, run: Callable[[], str], grid: Gr
     if settings["engine"] != "flower":
         return here
     if grid is None:
-        from fedstill.engines.flower.loopback import LoopbackGrid
-
         grid = LoopbackGrid(trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients))
+    clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
     config = as_toml(settings.tree)
     sha = digest(config.encode())
 
@@ -46,7 +48,7 @@ def engine_of(prepared: Prepared, folder: Path, run: Callable[[], str], grid: Gr
         return Request(fedstill.__version__, config, sha, run(), **rest)
 
     facts = Facts.known_by(prepared).plain() if on_sites(settings) else {}
-    return FlowerEngine(here, Fleet(grid, patience(settings)), request, facts=facts)
+    return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts=facts)
 
 
 def patience(settings: Settings) -> Patience:

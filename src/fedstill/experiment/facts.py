@@ -1,4 +1,4 @@
-"""Facts that all sites must agree on although no one sees all data: classes, an image's shape, pixels, the public set."""
+"""Facts that all sites must agree on although nobody sees all data: classes, shapes, pixels, the public set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from fedstill.records import Examples
 
 @dataclass(frozen=True)
 class Facts:
-    """``classes``: names, in the order of their ids. ``shape``: (channels, height, width) of an image. ``mean``, ``std``:
+    """What every site must share.
+
+    ``classes``: names, in the order of their ids. ``shape``: (channels, height, width) of an image. ``mean``, ``std``:
     what normalises its pixels. ``public``: SHA-256 of the public set, empty if there is none.
     """
 
@@ -43,8 +45,8 @@ class Facts:
         try:
             texts = [str(c) for c in given.get("classes", ())]
             shape = tuple(int(v) for v in given.get("shape", ()))
-            numbers = (tuple(float(v) for v in given.get(k, ())) for k in ("mean", "std"))
-            return Facts(tuple(texts), shape, *numbers, str(given.get("public", "")))
+            mean, std = (tuple(float(v) for v in given.get(k, ())) for k in ("mean", "std"))
+            return Facts(tuple(texts), shape, mean, std, str(given.get("public", "")))
         except (TypeError, ValueError) as error:
             raise Refused(f"the request's facts about data are malformed: {error}") from error
 

@@ -77,9 +77,9 @@ def run(
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin before
-    anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it runs: then
-    the directory keeps the last good state.
+    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin
+    before anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it
+    runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
     prepared = prepare(settings, data)

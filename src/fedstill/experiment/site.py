@@ -50,8 +50,8 @@ class Site:
 
     ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
     a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
-    the public set, where a method needs one. ``accept``: SHA-256 of the configurations it runs; empty: any. ``imports``:
-    files and import paths of code beyond fedstill's own that a configuration may name.
+    the public set, where a method needs one. ``accept``: SHA-256 of the configurations it runs; empty: any.
+    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     """
 
     client: int
@@ -137,8 +137,8 @@ class Clerk:
             if "label_counts" not in method.requires():
                 raise Refused(f"method {ready.settings['method']['name']} needs no label counts, so they stay here")
             return Census()
-        if stage.name not in method.stages:
-            raise Refused(f"method {ready.settings['method']['name']} has no stage {stage.name!r}")
+        if stage not in ready.settings.topology(stage.round, ready.world):
+            raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
         return method.work(stage)
 
     def _ready(self, request: Request) -> Ready:

@@ -1,1 +1,1 @@
-"""Stages carried by Flower: requests and answers, the messages they travel in, who is where, and a grid in this process."""
+"""Stages carried by Flower: requests and answers, messages, who is where, and a grid inside this process."""

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
-Clerk = Callable[[Request], Answer]
+Does = Callable[[Request], Answer]
 """Does a stage for one client; a refusal or a failure is its answer."""
 
 
-def client_app(clerk_of: Callable[[Context], tuple[int, Clerk]], max_bytes: int) -> ClientApp:
+def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) -> ClientApp:
     """The app of a node; ``clerk_of`` gives the number of the client that the node is, and who works for it."""
     require_flower()
     from flwr.app import ConfigRecord, Message, RecordDict
@@ -24,13 +24,13 @@ def client_app(clerk_of: Callable[[Context], tuple[int, Clerk]], max_bytes: int)
 
     app = ClientApp()
 
-    @app.train(STAGE.partition(".")[2])
+    @app.train(STAGE.partition(".")[2])  # type: ignore[untyped-decorator]
     def stage(message: Message, context: Context) -> Message:
         _, clerk = clerk_of(context)
         request = Request.of(*header_and_payload(message.content, max_bytes))
         return Message(content(clerk(request)), reply_to=message)
 
-    @app.query(WHOAMI.partition(".")[2])
+    @app.query(WHOAMI.partition(".")[2])  # type: ignore[untyped-decorator]
     def whoami(message: Message, context: Context) -> Message:
         client, _ = clerk_of(context)
         return Message(RecordDict({"whoami": ConfigRecord({"client": client})}), reply_to=message)

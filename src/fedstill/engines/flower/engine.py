@@ -51,6 +51,10 @@ class FlowerEngine:
         self._held = {a.client: a.memory for a in answers}
         return [Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, a.failure) for a in answers]
 
+    def close(self) -> None:
+        """End the engine of the server's own stages."""
+        self.here.close()
+
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """From now on these clients' memories of the stage count; what the others remember of it does not."""
         if SERVER in stage.clients:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fedstill.engines.flower.records import STAGE, WHOAMI, content, header_and_payload
 from fedstill.engines.flower.requests import Answer, Request
@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 
 RAISED = 2
 """Flower's error code for a ClientApp that raised: asking again would raise again."""
+
+
+class Clock(Protocol):
+    """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting alone."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,20 +58,22 @@ class Fleet:
 
     grid: Grid
     patience: Patience
+    clock: Clock = time
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
     _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
 
     def ask(self, requests: Sequence[Request]) -> list[Answer]:
         """One answer for each request, in their order; what did not come is a failure that says why."""
-        end = time.monotonic() + self.patience.deadline
+        end = self.clock.monotonic() + self.patience.deadline
         calls = {r.client: _Call(r) for r in requests}
         while True:
             nodes = self._nodes(calls, end)
             self._send([c for c in calls.values() if c.answer is None and c.message is None], nodes, end)
             self._collect(calls)
-            if all(c.answer for c in calls.values()) or time.monotonic() >= end:
+            left = end - self.clock.monotonic()
+            if all(c.answer for c in calls.values()) or left <= 0:
                 break
-            time.sleep(min(self.patience.poll, max(0.0, end - time.monotonic())))
+            self.clock.sleep(min(self.patience.poll, left))
         return [c.answer or _failed(c.request, self._silence(c, nodes)) for c in calls.values()]
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
@@ -144,7 +153,7 @@ class Fleet:
         return f"did not reply {late}" if call.sent else f"was not connected {late}"
 
     def _ttl(self, end: float) -> float:
-        return self.patience.ttl or max(1.0, end - time.monotonic())
+        return self.patience.ttl or max(1.0, end - self.clock.monotonic())
 
 
 def _failed(request: Request, why: str) -> Answer:

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fedstill.engines.flower.fleet import RAISED
 from fedstill.engines.flower.records import require_flower
 
-require_flower()
-
-from flwr.app import Context, Error, Message, RecordDict  # noqa: E402
-from flwr.common.serde import message_from_proto, message_to_proto  # noqa: E402
-from flwr.proto.message_pb2 import Message as Proto  # noqa: E402
-from flwr.serverapp import Grid  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
-
 if TYPE_CHECKING:
+    from flwr.app import Message
     from flwr.clientapp import ClientApp
 
-RAISED = 2
-"""Flower's error code for a ClientApp that raised."""
 
-
-class LoopbackGrid(Grid):  # type: ignore[misc]
+class LoopbackGrid:
     """Calls a ClientApp where a SuperLink would: one virtual node for each client, and bytes in between.
 
     Node ids are large numbers in no order and replies come last first, as in a deployment: nothing may depend on them.
-    ``bytes_down`` and ``bytes_up`` count whole serialised messages.
+    ``bytes_down``, ``bytes_up`` count whole serialised messages, ``sent`` the messages. It leans on names of Flower's
+    that are not public (how a message is serialised and gets its id), which a test watches. Its time passes by waiting
+    alone: a reply that is not there at once never comes, and nobody needs to wait for it.
     """
 
     def __init__(self, app: ClientApp, clients: Sequence[int]) -> None:
-        self.app = app
-        self.nodes = {(c * 0x9E3779B97F4A7C15 + 12345) % 2**63: _node(c) for c in clients}
-        self.bytes_down = self.bytes_up = self.sent = 0
-        self._replies: dict[str, bytes] = {}
+        require_flower()
+        from flwr.app import Context, RecordDict
+        from flwr.supercore.task_identity import TaskIdentity
+
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
+        self.app = app
+        ids = {c: (c * 0x9E3779B97F4A7C15 + 12345) % 2**63 for c in clients}
+        self.nodes = {ids[c]: Context(1, ids[c], {"partition-id": c}, RecordDict(), {}) for c in clients}
+        self.bytes_down = self.bytes_up = self.sent = 0
+        self.time = 0.0
+        self._replies: dict[str, bytes] = {}
+
+    def monotonic(self) -> float:
+        """The time, in seconds."""
+        return self.time
+
+    def sleep(self, seconds: float, /) -> None:
+        """Let time pass."""
+        self.time += seconds
 
     def get_node_ids(self) -> list[int]:
         """The nodes that are there."""
@@ -62,6 +69,8 @@ class LoopbackGrid(Grid):  # type: ignore[misc]
 
     def deliver(self, node: int, data: bytes) -> bytes | None:
         """What a node makes of a message: its reply, or Flower's error reply if its app raises; None: no reply."""
+        from flwr.app import Error, Message
+
         message = parsed(data)
         try:
             reply = self.app(message, self.nodes[node])
@@ -69,33 +78,18 @@ class LoopbackGrid(Grid):  # type: ignore[misc]
             reply = Message(Error(RAISED, f"{type(error).__name__}: {error}"), reply_to=message)
         return serialised(reply)
 
-    def set_run(self, run: Any) -> None:
-        """A loopback grid has no run of Flower's."""
-
-    @property
-    def run(self) -> Any:
-        """None: see ``set_run``."""
-        return None
-
-    def create_message(self, *args: Any, **kwargs: Any) -> Message:
-        """Deprecated by Flower, and not needed here."""
-        raise NotImplementedError("make a flwr.app.Message")
-
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        """Push, then pull what is there."""
-        return self.pull_messages(self.push_messages(messages))
-
-
-def _node(client: int) -> Context:
-    return Context(1, client, {"partition-id": client}, RecordDict(), {})
-
 
 def serialised(message: Message) -> bytes:
     """A message as the bytes that Flower's own serialisation gives."""
+    from flwr.common.serde import message_to_proto
+
     data: bytes = message_to_proto(message).SerializeToString()
     return data
 
 
 def parsed(data: bytes) -> Message:
     """The message in some bytes."""
+    from flwr.common.serde import message_from_proto
+    from flwr.proto.message_pb2 import Message as Proto
+
     return message_from_proto(Proto.FromString(data))

@@ -29,7 +29,7 @@ _STYPE = "fedstill.payload"
 
 
 def require_flower() -> None:
-    """Import Flower with telemetry, update checks and installs at run time off; raises ConfigError if it is not here."""
+    """Import Flower with telemetry, update checks and installs at run time off; ConfigError if it is not here."""
     os.environ.update(QUIET)
     try:
         import flwr.app  # noqa: F401

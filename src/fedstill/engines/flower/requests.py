@@ -99,7 +99,7 @@ class Answer:
 
     @staticmethod
     def of(header: str, up: Payload) -> Answer:
-        """The answer in a header and a payload; raises BadPayload for what is none. Unknown metrics are left out."""
+        """The answer in a header and a payload; raises BadPayload for what is none."""
         h = _json(header)
         return Answer(
             _count(h, "client"),
@@ -125,6 +125,14 @@ def _means(value: Any) -> bool:
     return isinstance(value, dict) and all(_number(v) for v in value.values())
 
 
+def _plain(value: Any, depth: int = 2) -> bool:
+    """Numbers, short words, and lists and tables of them."""
+    if isinstance(value, (list, dict)):
+        inner = value if isinstance(value, list) else list(value.values())
+        return depth > 0 and all(_plain(v, depth - 1) for v in inner)
+    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= MAX_TEXT)
+
+
 METRICS: Mapping[str, Callable[[Any], bool]] = {
     "loss": _means,
     "steps": _number,
@@ -136,19 +144,21 @@ METRICS: Mapping[str, Callable[[Any], bool]] = {
     "label_counts": _counts,
     "correct_by_class": _counts,
 }
-"""What a client may report beside its payload, and what it must look like; no fold reads it."""
+"""What the engine reports beside a payload, and what it must look like; a method's own reports are plain values."""
+
+TAKEN = frozenset(
+    {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
+)
+"""Fields of a client's event in the journal that the server fills in, and no report may."""
 
 
 def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {}
     for name, value in given.items():
-        if name in METRICS:
-            if not METRICS[name](value):
-                raise BadPayload(f"its metric {name} is malformed")
-            kept[name] = value
-    if len(kept.get("label_counts", ())) != len(kept.get("correct_by_class", ())):
+        if name in TAKEN or not METRICS.get(name, _plain)(value):
+            raise BadPayload(f"its report {name[:40]!r} is malformed")
+    if len(given.get("label_counts", ())) != len(given.get("correct_by_class", ())):
         raise BadPayload("its counts by class differ in length")
-    return kept
+    return dict(given)
 
 
 def _json(text: str) -> dict[str, Any]:
