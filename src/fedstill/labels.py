@@ -119,11 +119,14 @@ def distance(p: Numbers, q: Numbers, metric: Metric, smoothing: float = SMOOTHIN
     return DISTANCES[metric](as_floats(p), as_floats(q), smoothing)
 
 
-def discrepancy_weights(teachers: Numbers, student: Numbers, metric: Metric = "kl") -> tuple[Tensor, Tensor]:
+def discrepancy_weights(
+    teachers: Numbers, student: Numbers, metric: Metric = "kl", smoothing: float = SMOOTHING
+) -> tuple[Tensor, Tensor]:
     """The weights of K teachers for one student: g for the other classes, h for the true class, each summing to 1.
 
-    teachers: (K, C), student: (C,) label shares. With d_k = distance(teacher k, student): ``g_k = d_k / sum d`` (1/K if
-    all are 0) and ``h_k`` in proportion to ``1 / (d_k + 1e-4)``. Gives (g, h), each (K,) >= 0.
+    teachers: (K, C), student: (C,) label shares; smoothing: as in ``distance``. With d_k = distance(teacher k,
+    student): ``g_k = d_k / sum d`` (1/K if all are 0), ``h_k`` in proportion to ``1 / (d_k + 1e-4)``. Gives (g, h),
+    each (K,) >= 0.
 
     Source: SFedKD, eq. 5.
     Reading: for KL the teacher comes first, both smoothed. A teacher with the student's own labels gets g = 0.
@@ -132,7 +135,7 @@ def discrepancy_weights(teachers: Numbers, student: Numbers, metric: Metric = "k
     >>> g.round(decimals=3), h.round(decimals=3)
     (tensor([0., 1.], dtype=torch.float64), tensor([1., 0.], dtype=torch.float64))
     """
-    d = distance(teachers, student, metric)
+    d = distance(teachers, student, metric, smoothing)
     total = d.sum()
     apart = total > 0
     g = torch.where(apart, d / torch.where(apart, total, torch.ones_like(total)), torch.ones_like(d) / max(len(d), 1))

@@ -47,6 +47,10 @@ class Method:
         """What it cannot do without as it is set: ``needs``, unless a field changes that."""
         return self.needs
 
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where it has one."""
+        return ""
+
     def setup(self, world: World) -> State:
         """The state before round 1."""
         return State(params=world.initial(SERVER))

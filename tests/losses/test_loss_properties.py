@@ -15,6 +15,12 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 MASK = torch.tensor([1.5, 0.0, 1.0, 0.0, 1.0, 1.0])
 
+
+def several(t: Tensor) -> Tensor:
+    """Three teachers out of one."""
+    return torch.stack([t, t.flip(-1), -t])
+
+
 TABLE: dict[str, Loss] = {
     "cross_entropy": lambda s, t, y: losses.cross_entropy(s, y),
     "cross_entropy, cold": lambda s, t, y: losses.cross_entropy(s, y, 0.01),
@@ -32,6 +38,13 @@ TABLE: dict[str, Loss] = {
     "nckd_slice": lambda s, t, y: losses.nckd_slice(s, t, y),
     "other_mse": lambda s, t, y: losses.other_mse(s, t, y),
     "other_mse, mean": lambda s, t, y: losses.other_mse(s, t, y, "mean"),
+    "multi_kd": lambda s, t, y: losses.multi_kd(s, several(t), 4.0).sum(0),
+    "multi_nckd": lambda s, t, y: losses.multi_nckd(s, several(t), y, 4.0).sum(0),
+    "multi_tckd": lambda s, t, y: losses.multi_tckd(s, several(t), y, 4.0).sum(0),
+    "entropy_weights": lambda s, t, y: (losses.entropy_weights(several(t)) * losses.multi_kd(s, several(t))).sum(0),
+    "confidence_weights": lambda s, t, y: (
+        losses.confidence_weights(several(t), y) * losses.multi_kd(s, several(t))
+    ).sum(0),
     "model_contrast": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1)),
     "model_contrast, cold": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1), 0.01),
 }
@@ -135,7 +148,7 @@ def test_standardised_equal_logits_are_zeros_with_a_finite_gradient() -> None:
 
 
 def test_every_loss_of_logits_has_a_row() -> None:
-    named = {name.split(",")[0] for name in TABLE} | {"standardize", "proximal"}
+    named = {name.split(",")[0] for name in TABLE} | {"standardize", "proximal", "quadratic"}
     assert named == set(losses.__all__)
 
 

@@ -69,6 +69,9 @@ class Federation:
     def cohort(self, round: int) -> list[int]:
         return sorted(sample(self.ready.world, round, self.sampled))
 
+    def chain(self, round: int) -> list[int]:
+        return sample(self.ready.world, round, self.sampled)
+
     def data(self, client: int) -> tuple[Tensor, Tensor]:
         part, train = self.ready.sites.parts[client], self.ready.sites.train
         return self.inputs(train.images[part]), train.labels[part]
@@ -85,15 +88,26 @@ class Federation:
         return PLAN["lr"] * PLAN["lr_decay"] ** (round - 1)
 
     def fit(
-        self, start: Params, loss: Loss, round: int, client: int, correction: Params | None = None, momentum: float = -1
+        self,
+        start: Params,
+        loss: Loss,
+        round: int,
+        client: int,
+        correction: Params | None = None,
+        momentum: float = -1,
+        stage: int = 0,
+        watch: Callable[[Params, Params, Params], None] | None = None,
     ) -> Sent:
-        """One client's local training; a correction is added to every gradient."""
+        """One client's local training; a correction is added to every gradient.
+
+        ``watch`` sees parameters before, gradients, and parameters after every step.
+        """
         rho = PLAN["momentum"] if momentum < 0 else momentum
         model, (x, y) = self.net(start).train(), self.data(client)
         sgd = torch.optim.SGD(
             model.parameters(), lr=self.lr(round), momentum=rho, weight_decay=PLAN["weight_decay"], foreach=False
         )
-        order = generator(seed_for(7, round, 0, client, "order"))
+        order = generator(seed_for(7, round, stage, client, "order"))
         steps, counter, reach = 0, 0.0, 0.0
         for _ in range(self.epochs):
             for index in torch.randperm(len(y), generator=order).split(PLAN["batch"]):
@@ -101,7 +115,11 @@ class Federation:
                 loss(model, x[index], y[index]).backward()
                 for name, p in model.named_parameters():
                     p.grad += correction[name] if correction else 0
+                before = {k: p.detach().clone() for k, p in model.named_parameters()}
                 sgd.step()
+                if watch:
+                    now = dict(model.named_parameters())
+                    watch(before, {k: p.grad for k, p in now.items()}, {k: p.detach() for k, p in now.items()})
                 steps, counter = steps + 1, rho * counter + 1
                 reach += counter
         return Sent(client, {k: v.detach().clone() for k, v in model.state_dict().items()}, len(y), steps, reach)

@@ -22,7 +22,13 @@ BELOW_ZERO = {
     "fedavgm": ["momentum"],
     "fedalign": ["mu"],
     "kd_ntd": ["mix"],
+    "cwc": ["weight", "decay"],
+    "sfedkd": ["gamma", "beta"],
+    "aver": ["weight"],
+    "ebkd": ["weight"],
+    "camkd": ["weight", "feature_weight"],
 }
+COUNTS = {name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")}
 ZERO_TOO = {
     "fedntd": ["temperature"],
     "kd": ["temperature"],
@@ -37,8 +43,19 @@ ZERO_TOO = {
     "fedavgm": ["server_lr"],
     "fedcurv": ["samples"],
     "fedalign": ["width", "iterations"],
+    "cwc": ["epsilon"],
+    "sfedkd": ["temperature", "smoothing"],
+    "aver": ["temperature"],
+    "ebkd": ["temperature"],
+    "camkd": ["temperature"],
 }
-TOO_MUCH = [("fedavgm", "momentum", 1.0), ("fedalign", "width", 1.0), ("kd_ntd", "mix", 1.5)]
+TOO_MUCH = [
+    ("fedavgm", "momentum", 1.0),
+    ("fedalign", "width", 1.0),
+    ("kd_ntd", "mix", 1.5),
+    ("cwc", "decay", 1.5),
+    ("sfedkd", "smoothing", 2.0),
+]
 OTHER = [
     ("fedadkd", "tckd", "both"),
     ("fedadkd", "phi_timing", "late"),
@@ -48,10 +65,14 @@ OTHER = [
     ("scaffold", "divide_by", "momentum"),
     ("fedcurv", "scope", "all"),
     ("feddyn", "aggregation", "median"),
+    ("cwc", "memory", "queue"),
+    ("sfedkd", "teacher_choice", "best"),
+    ("sfedkd", "distance", "cosine"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
     *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("inf"))),
+    *((m, f, v) for m, fields in COUNTS.items() for f in fields for v in (-1, 1.5)),
     *TOO_MUCH,
     *OTHER,
 ]
@@ -90,5 +111,5 @@ def test_every_numeric_field_of_every_method_is_in_a_table() -> None:
             continue
         for field, (hint, _) in registry.lookup("method", name).fields.items():
             if getattr(hint, "__origin__", None) in (float, int):
-                known = BELOW_ZERO.get(name, []) + ZERO_TOO.get(name, [])
+                known = BELOW_ZERO.get(name, []) + ZERO_TOO.get(name, []) + COUNTS.get(name, [])
                 assert field in known or (name, field) == ("kd", "mix"), (target, field)

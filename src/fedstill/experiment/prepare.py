@@ -202,6 +202,9 @@ def _check_fit(prepared: Prepared) -> None:
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
             f"leave topology.kind out to get its own, {method.topology}"
         )
+    why = method.misfit(settings.topology(1, world), world)
+    if why:
+        raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
     models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
     for spec in models:
         _check_runs(spec, prepared)

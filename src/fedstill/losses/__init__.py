@@ -8,18 +8,25 @@ from fedstill.losses.classification import cross_entropy
 from fedstill.losses.contrastive import model_contrast
 from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.losses.distillation import kd, masked_kl, other_mse, standardize
-from fedstill.losses.penalties import proximal
+from fedstill.losses.multi_teacher import confidence_weights, entropy_weights, multi_kd, multi_nckd, multi_tckd
+from fedstill.losses.penalties import proximal, quadratic
 
 __all__ = [
+    "confidence_weights",
     "cross_entropy",
+    "entropy_weights",
     "kd",
     "masked_kl",
     "model_contrast",
+    "multi_kd",
+    "multi_nckd",
+    "multi_tckd",
     "nckd",
     "nckd_slice",
     "nckd_zero",
     "other_mse",
     "proximal",
+    "quadratic",
     "standardize",
     "target_kl",
     "tckd",

@@ -22,3 +22,22 @@ def proximal(params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], mu: flo
     if not params:
         return torch.zeros(())
     return mu / 2 * torch.stack([(w - anchor[name]).square().sum() for name, w in params.items()]).sum()
+
+
+def quadratic(
+    params: Mapping[str, Tensor], anchor: Mapping[str, Tensor], importance: Mapping[str, Tensor], weight: float | Tensor
+) -> Tensor:
+    """A pull back to an anchor, each entry as firmly as it mattered: ``weight sum_i Omega_i (w_i - a_i)²``.
+
+    importance: {name: Omega}, the entries that count; params, anchor: at least the same names, equal shapes; weight
+    >= 0. Gives a () tensor, 0 at the anchor, and negative only if an Omega is.
+
+    Source: Zenke et al., "Continual Learning Through Synaptic Intelligence", eq. 4; CWC.
+
+    >>> one = {"w": torch.tensor([1.0, 2.0])}
+    >>> quadratic(one, {"w": torch.zeros(2)}, {"w": torch.tensor([1.0, 0.5])}, weight=2.0)
+    tensor(6.)
+    """
+    if not importance:
+        return torch.zeros(())
+    return weight * torch.stack([(o * (params[k] - anchor[k]).square()).sum() for k, o in importance.items()]).sum()

@@ -7,6 +7,7 @@ client's labels (eq. 5).
 Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) as it is.
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1. ``phi_timing`` "stale" is that to
 the letter: a client's G is the one it last sent, 1 at first. "exact" takes all label counts before round 1.
+Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them trains.
 Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the equation as printed,
 "binary" DKD's two-way divergence.
 Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the ablation without TCKD.
@@ -47,10 +48,19 @@ class FedADKD(FedDKD):
     def setup(self, world: World) -> State:
         return super().setup(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
 
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        if not stages[0].alone:
+            return state
+        cohort = [c for stage in stages for c in stage.clients]
+        phi = torch.zeros(world.clients, dtype=torch.float64)
+        phi[cohort] = self._phi(state, cohort)
+        return state.next(phi=phi)
+
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        if stage.alone and "phi" in state.extra:
+            return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
         cohort = list(stage.clients)
-        phi = self.phi(self._gini(state)[cohort])  # (cohort,)
-        return Payload(params=state.params, phi=float(phi[cohort.index(client)]))
+        return Payload(params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)]))
 
     def work(self, stage: Stage) -> ClientWork:
         return Adaptive(self)
@@ -63,6 +73,9 @@ class FedADKD(FedDKD):
         for reply in replies:
             gini[reply.client] = min(max(reply.up.number("gini"), 0.0), 1.0)
         return super().fold(state, replies, stage, world).next(gini=gini)
+
+    def _phi(self, state: State, cohort: list[int]) -> Tensor:
+        return self.phi(self._gini(state)[cohort])
 
     def phi(self, gini: Tensor) -> Tensor:
         """Weights (n,) of one cohort, mean 1 (eq. 6, 7); ones if every client has a single class."""

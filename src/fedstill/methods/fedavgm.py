@@ -30,6 +30,14 @@ class FedAvgM(FedAvg):
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     server_lr: Positive = 1.0
 
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return (
+            "a chain hands on the model as a client left it, and the server's momentum would move it between clients; "
+            "set plan.momentum for momentum on clients, or topology.kind = 'parallel'"
+            if stages[0].alone
+            else ""
+        )
+
     def setup(self, world: World) -> State:
         start = super().setup(world)
         return start.next(velocity=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))

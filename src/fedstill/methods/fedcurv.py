@@ -37,6 +37,13 @@ class FedCurv(FedAvg):
     samples: Count = 500
     scope: Literal["all_seen", "last_round"] = "all_seen"
 
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return (
+            "method.scope = 'last_round' would forget after every client of a chain; set method.scope = 'all_seen'"
+            if stages[0].alone and self.scope == "last_round"
+            else ""
+        )
+
     def setup(self, world: World) -> State:
         start = super().setup(world)
         zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.errors import IncompatibleMethod
 from fedstill.fields import Positive
 from fedstill.losses import kd
 from fedstill.methods.fedavg import PAPER, FedAvg
@@ -47,10 +46,12 @@ class FedDF(FedAvg):
 
     temperature: Positive = 1.0
 
-    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        if stages[0].alone:
+            return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
         if SERVERS not in {s.name for s in stages}:
-            raise IncompatibleMethod(f"method feddf needs its server's stage: set topology.server = {SERVERS!r}")
-        return state
+            return f"it needs its server's stage; set topology.server = {SERVERS!r}"
+        return ""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         models = state.extra.many("model") if stage.name == SERVERS else {}

@@ -35,6 +35,14 @@ class FedDyn(FedAvg):
     aggregation: Weighting = "uniform"
     alpha: Positive = 0.01
 
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return (
+            "a chain hands on the model as a client left it, and the server's correction h would move it between "
+            "clients; choose method fedprox, or topology.kind = 'parallel'"
+            if stages[0].alone
+            else ""
+        )
+
     def setup(self, world: World) -> State:
         start = super().setup(world)
         return start.next(h=zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER))))))

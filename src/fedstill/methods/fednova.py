@@ -37,6 +37,14 @@ class FedNova(FedAvg):
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.ccvr == "full" else set())
 
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return (
+            "it evens out steps between clients whose changes are averaged, and in a chain none are; "
+            "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
+            if stages[0].alone
+            else ""
+        )
+
     def setup(self, world: World) -> State:
         start = super().setup(world)
         if self.ccvr == "off":

@@ -1,0 +1,34 @@
+"""FedSeq: clients train one after another; each goes on from the model of the one before it.
+
+Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data" (2023), Algorithm 1;
+training settings from Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher Knowledge
+Distillation".
+Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50; SFedKD gives five epochs
+with batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and names no momentum, clipping or decay of the
+learning rate. There are none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedstill.method import Method
+from fedstill.records import Plan, Stage, World
+from fedstill.registry import method
+
+PAPER = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
+"""SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""
+
+
+@method("fedseq")
+@dataclass(frozen=True)
+class FedSeq(Method):
+    """Plain training along a chain: the last client's model is the round's."""
+
+    topology: ClassVar[str] = "sequential"
+    plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return "" if stages[0].alone else "side by side it is method fedavg; choose that, or leave topology.kind out"

@@ -1,0 +1,165 @@
+"""SFedKD: learn from the last round's models, chosen so that together they know all classes, weighed by label distance.
+
+Source: Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher Knowledge Distillation",
+eq. 2 to 5 and Algorithm 1.
+Symbols: K = ``k``; gamma, beta = weights of not-true-class (NCKD) and true-class distillation (TCKD), the other way
+round than in FedADKD; tau = ``temperature``; d = ``distance`` of label shares; g_k, h_k = weights of teacher k (eq. 5),
+``g`` and ``h`` switch them on, off is 1/K.
+Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2 (``tau2_scale``).
+Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only constant (``smoothing``).
+Reading: Algorithm 1 adds label shares up without normalising; here they are (see ``teachers.complementary``).
+Reading: teachers are the models as they were right after a client trained, kept by the server, which knows every
+client's labels from a census. Round 1 has none. Where K is more than the last round had models, all of them teach.
+Reading: on topology "parallel" the teachers are the last round's local models, and what clients send is averaged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Interval
+from torch import Tensor
+
+from fedstill.fields import CountOrZero, NonNegative, Positive
+from fedstill.keys import generator, seed_for
+from fedstill.labels import SMOOTHING, Metric, discrepancy_weights, proportions
+from fedstill.losses import multi_nckd, multi_tckd
+from fedstill.methods.fedseq import FedSeq
+from fedstill.records import SERVER, Carry, Payload, Reply, Stage, State, Step, View, World, many
+from fedstill.registry import method
+from fedstill.teachers import complementary
+from fedstill.work import ClientWork
+
+log = logging.getLogger("fedstill.methods")
+
+Choice = Literal["greedy", "random", "all"]
+
+
+@dataclass(frozen=True)
+class TaughtByLastRound(FedSeq):
+    """The server's half of every method whose teachers are K of the models that clients ended the last round with.
+
+    The server keeps the models of a round as ``snapshot.CLIENT``, in the order ``trained``, and of them, in the next
+    round, those chosen as ``teacher.CLIENT``.
+    """
+
+    k: CountOrZero = 5
+    teacher_choice: Choice = "greedy"
+    distance: Metric = "kl"
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return ""
+
+    def requires(self) -> frozenset[str]:
+        return self.needs | ({"label_counts"} if self.teacher_choice == "greedy" else set())
+
+    def setup(self, world: World) -> State:
+        return super().setup(world).next(trained=torch.zeros(0, dtype=torch.int64))
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        models = state.extra.many("snapshot")
+        candidates = [c for c in state.extra.tensor("trained").tolist() if self._known(state, c)]
+        chosen = self.chosen(candidates, state, world)
+        if 0 < len(chosen) < self.k and "fewer" not in state.extra and self.teacher_choice != "all":
+            log.warning(
+                "method.k = %d, and round %d left %d models: all of them teach", self.k, state.round - 1, len(chosen)
+            )
+            state = state.next(fewer=True)
+        state = state.without("teacher.", "snapshot.").next(trained=torch.zeros(0, dtype=torch.int64))
+        return replace(state, extra=Payload({**state.extra, **many("teacher", {c: models[c] for c in chosen})}))
+
+    def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
+        """The clients whose models teach in this round, of those that trained in the last one, in their order."""
+        if self.teacher_choice == "all":
+            return list(candidates)
+        if self.teacher_choice == "random":
+            draw = generator(seed_for(world.seed, state.round, 0, SERVER, "teachers"))
+            order = torch.randperm(len(candidates), generator=draw).tolist()
+            return [candidates[i] for i in order[: self.k]]
+        if not candidates:
+            return []
+        shares = proportions(state.extra.tensor("labels")[list(candidates)])
+        return [candidates[i] for i in complementary(shares, self.k, self.distance)]
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        return Payload({"params": state.params, **many("teacher", state.extra.many("teacher"))})
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        after = super().fold(state, replies, stage, world)
+        if self.k == 0 and self.teacher_choice != "all":
+            return after
+        trained = torch.cat([state.extra.tensor("trained"), torch.tensor([r.client for r in replies])])
+        models = many("snapshot", {r.client: r.up.params for r in replies})
+        return replace(after, extra=Payload({**after.extra, **models}, trained=trained))
+
+    def _known(self, state: State, client: int) -> bool:
+        """Whether this client's labels are known, if they matter: one that missed the census cannot be weighed."""
+        return "label_counts" not in self.requires() or bool(state.extra.tensor("labels")[client].sum() > 0)
+
+
+@method("sfedkd")
+@dataclass(frozen=True)
+class SFedKD(TaughtByLastRound):
+    """Sequential training with complementary teachers of the last round, weighed by how far their labels are."""
+
+    gamma: NonNegative = 1.0
+    beta: NonNegative = 3.0
+    temperature: Positive = 4.0
+    tau2_scale: bool = True
+    g: bool = True
+    h: bool = True
+    smoothing: Annotated[float, Interval(gt=0, le=1)] = SMOOTHING
+
+    def requires(self) -> frozenset[str]:
+        return super().requires() | ({"label_counts"} if self.g or self.h else set())
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        sent = super().down(state, client, stage, world)
+        teachers = list(state.extra.many("teacher"))
+        if not teachers or not (self.g or self.h):
+            return sent
+        return Payload(sent, teacher_labels=state.extra.tensor("labels")[teachers])
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Discrepant(self)
+
+
+def taught(down: Payload) -> Carry:
+    """Training from the parameters received, with the models that came along as teachers, by the id of their client."""
+    return Carry(down.params, teachers={str(c): p for c, p in down.many("teacher").items()})
+
+
+def logits_of(step: Step, carry: Carry) -> Tensor:
+    """The teachers' logits (K, B, C), in the order of their clients' ids."""
+    return torch.stack([step.teacher(name) for name in carry.teachers])
+
+
+@dataclass(frozen=True)
+class Discrepant(ClientWork):
+    """Cross-entropy, gamma times the weighed not-true-class and beta times the weighed true-class distillation."""
+
+    method: SFedKD
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        carry, m = taught(down), self.method
+        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1))
+        if not carry.teachers or not (m.g or m.h):
+            return replace(carry, constants={"g": even, "h": even})
+        shares = proportions(down.tensor("teacher_labels"))
+        g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
+        column = {"g": g.float().unsqueeze(1), "h": h.float().unsqueeze(1)}
+        return replace(carry, constants={k: v if getattr(m, k) else even for k, v in column.items()})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        terms = super().terms(step, carry)
+        if not carry.teachers:
+            return terms
+        m, student, teachers = self.method, step.logits(), logits_of(step, carry)
+        scale = 1.0 if m.tau2_scale else m.temperature**-2
+        other = (carry["g"] * multi_nckd(student, teachers, step.y, m.temperature)).sum(0)  # (B,)
+        true = (carry["h"] * multi_tckd(student, teachers, step.y, m.temperature)).sum(0)
+        return {**terms, "other_classes": m.gamma * scale * other, "true_class": m.beta * scale * true}

@@ -1,0 +1,95 @@
+"""Every method on every topology: it runs two rounds and resumes to the same bits, or is refused by name before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plain import toy_slim
+
+import toys
+from fedstill import registry
+from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.runner import resume, run
+from run_bits import assert_same_bits, bits, stopped
+
+METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
+TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
+
+ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+SIDE_BY_SIDE_ONLY = {"feddf", "fedavgm", "feddyn", "fednova"}
+
+
+def experiment(method: object, topology: str) -> Experiment:
+    name = method["name"] if isinstance(method, dict) else method
+    needs = registry.lookup("method", str(name)).build().requires()
+    slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+    size = {} if topology == "peer_to_peer" else {"sampled": 3}
+    public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
+    changes = {
+        "rounds": 1 if topology == "peer_to_peer" else 2,
+        "measure": (),
+        "topology": {"kind": topology, "clients": 5, **size},
+        "plan": {"epochs": 1, "batch": 20, "lr": 0.02},
+    }
+    return toys.toy(method, **{**changes, **slim, **public})
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("name", METHODS)
+def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(name: str, topology: str, tmp_path: Path) -> None:
+    toy = experiment(name, topology)
+    try:
+        run(toy, tmp_path / "whole", data=toys.blobs())
+    except IncompatibleMethod as refusal:
+        text = str(refusal)
+        assert name in text
+        assert topology in text
+        assert "\n" not in text
+        assert not (tmp_path / "whole").exists(), "refused before anything is written"
+        return
+    parts = stopped(toy, tmp_path / "parts", stages=3 if topology == "sequential" else 1)
+    resume(parts, data=toys.blobs())
+    assert_same_bits(bits(parts), bits(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
+    """The table of the documents: who runs on a chain, and who side by side."""
+    from fedstill.experiment.prepare import prepare
+    from fedstill.experiment.settings import settle
+
+    def refused(topology: str) -> str:
+        try:
+            prepare(settle(experiment(name, topology)), toys.blobs())
+        except IncompatibleMethod as refusal:
+            return str(refusal)
+        return ""
+
+    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY), refused("parallel")
+    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY), refused("sequential")
+
+
+@pytest.mark.parametrize(
+    ("method", "topology", "words"),
+    [
+        ("fednova", "sequential", "method fednova on topology sequential: .*method fedseq"),
+        ("fedavgm", "sequential", "hands on the model as a client left it"),
+        ("feddyn", "sequential", "choose method fedprox"),
+        ("feddf", "sequential", "an ensemble needs several"),
+        ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),
+        ("fedseq", "parallel", "side by side it is method fedavg"),
+        ("cwc", "parallel", "nobody hands an importance on"),
+        ("fedavg", "peer_to_peer", "does not know stage 'fit' of topology peer_to_peer"),
+    ],
+)
+def test_a_refusal_says_why(method: object, topology: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(IncompatibleMethod, match=words):
+        run(experiment(method, topology), tmp_path / "run", data=toys.blobs())
+
+
+def test_cwcs_gradient_of_the_loss_alone_cannot_be_told_under_clipping() -> None:
+    toy = toys.toy({"name": "cwc", "lseg": True}, plan={"clip_norm": 1.0})
+    with pytest.raises(IncompatibleMethod, match=r"plan\.clip_norm = 0"):
+        run(toy, None, data=toys.blobs())
