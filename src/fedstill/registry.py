@@ -28,7 +28,7 @@ HOMES = {
     "dataset": "fedstill.data.sources",
     "partition": "fedstill.data.partition",
     "topology": "fedstill.topology",
-    "measure": "fedstill.metrics",
+    "measure": "fedstill.experiment.measures",
 }
 """The package in which each kind's built-in things register themselves."""
 

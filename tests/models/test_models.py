@@ -32,6 +32,8 @@ COUNTS = [
     ("resnet50", CIFAR, 10, {}, 23_520_842),
     ("resnet56", CIFAR, 10, {"norm": "batch_stats"}, 591_322),
     ("digits_cnn", DIGITS, 10, {}, 13_706),
+    ("sphere_cnn", CIFAR, 10, {}, 2_156_490 - 5_130 + 2 * 513 + 20),
+    ("sphere_digits_cnn", DIGITS, 10, {}, 13_706 - 650 + 2 * 65 + 20),
     ("mlp", DIGITS, 10, {}, 64 * 200 + 200 + 200 * 200 + 200 + 2010),
     ("mlp", CIFAR, 10, {"hidden": (1024,)}, 3_157_002),
     ("mlp", DIGITS, 10, {"hidden": (20,), "projection": 5}, 20 * 65 + 20 * 21 + 5 * 21 + 10 * 6),
@@ -46,6 +48,7 @@ OWN = [
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
 SMALLEST = {"cnn": 4, "simple_cnn": 8, "fedseq_cnn": 16, "qkt_cnn": 4, "cwc_cnn": 16, "digits_cnn": 4, "lenet5": 16}
 SMALLEST |= {"alexnet": 12, "mlp": 1, "logistic": 1} | dict.fromkeys(RESNETS, 1)
+SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4}
 
 
 def make(name: str, shape: tuple[int, int, int], classes: int = 10, **fields: object) -> nn.Module:

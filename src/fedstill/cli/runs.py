@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import fedstill
 from fedstill.cli.app import Quiet, Settings, app, say
+
+if TYPE_CHECKING:
+    from fedstill.experiment.explain import Cost
+
+DEAR = 0.25
+"""From which share of training on a measure's cost is warned of."""
 
 
 @app.command
@@ -79,7 +86,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     if split:
         prepared = prepare(settings)
         screen.print()
-        screen.print(terminal.table(["what", "how much"], explained.arithmetic(prepared).lines()))
+        found = explained.arithmetic(prepared)
+        screen.print(terminal.table(["what", "how much"], found.lines()))
+        _explain_measures(explained.costs(prepared, found))
         screen.print()
         networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
         screen.print(terminal.table(["network", "parameters", "has"], networks))
@@ -113,6 +122,21 @@ def list_(kind: Literal["method", "dataset", "partition", "model", "topology", "
     return 0
 
 
+def _explain_measures(costs: Sequence[Cost]) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console()
+    if costs:
+        head = ["measure", "what it is", "rounds", "images a round", "of training"]
+        screen.print()
+        screen.print(terminal.table(head, [c.row for c in costs], words=2))
+    for cost in costs:
+        if cost.share > DEAR:
+            more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
+            todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
+            screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
+
+
 def _show(result: fedstill.Result) -> int:
     from fedstill.report import terminal
 
@@ -123,6 +147,7 @@ def _show(result: fedstill.Result) -> int:
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
         ("forgetting", terminal.percent(s["forgetting"])),
         ("seconds", f"{s['seconds']:.1f}"),
+        *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),
     ]
     screen = terminal.console()

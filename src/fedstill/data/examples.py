@@ -1,10 +1,13 @@
-"""A data set in memory: its splits, its class names, and what normalises its pixels."""
+"""A data set in memory: its splits, its class names, what normalises its pixels; and a fair part of some examples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedstill.records import Examples
+import torch
+
+from fedstill.keys import generator, seed_for
+from fedstill.records import SERVER, Examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,3 +31,18 @@ class Dataset:
         """(C, H, W) of every image."""
         channels, height, width = self.train.images.shape[1:]
         return channels, height, width
+
+
+def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
+    """Positions of ``size`` examples, in order, with the classes' shares kept as near as whole numbers allow."""
+    draw = generator(seed_for(seed, 0, 0, SERVER, "stratified"))
+    counts = torch.bincount(labels)
+    exact = counts.double() * size / len(labels)
+    take = exact.floor().long()
+    short = size - int(take.sum())
+    take[(exact - take).argsort(descending=True, stable=True)[:short]] += 1
+    picked = []
+    for c, k in enumerate(take.tolist()):
+        own = (labels == c).nonzero().flatten()
+        picked.append(own[torch.randperm(len(own), generator=draw)[:k]])
+    return torch.cat(picked).sort().values

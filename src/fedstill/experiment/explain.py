@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fedstill import registry
+from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.prepare import Prepared
 from fedstill.experiment.settings import Settings
 from fedstill.models import contract
@@ -20,6 +22,7 @@ class Arithmetic:
     stages: tuple[str, ...]
     clients: int
     examples: int
+    trained: int
     steps: int
     bytes_down: int
     bytes_up: int
@@ -33,6 +36,7 @@ class Arithmetic:
             ("stages a round", " → ".join(self.stages)),
             ("clients a round", f"{self.clients}"),
             ("examples a round", f"{self.examples:,}"),
+            ("images trained on a round", f"{self.trained:,}"),
             ("optimiser steps a round", f"{self.steps:,}"),
             ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
             ("parameters", f"{self.parameters:,}"),
@@ -48,7 +52,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
     settings, world = prepared.settings, prepared.world
     stages = settings.topology(1, world)
     state = settings.method.setup(world)
-    down = up = steps = examples = 0
+    down = up = steps = examples = trained = 0
     acting: set[int] = set()
     for stage in stages:
         for client in stage.clients:
@@ -58,11 +62,13 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
             acting.add(client)
             count = _examples(prepared, client, stage)
             down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
-            examples, steps = examples + count, steps + _steps(prepared, stage, count)
+            own = _steps(prepared, stage, count)
+            examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
     return Arithmetic(
         stages=_shown(stages),
         clients=len(acting - {SERVER}),
         examples=examples,
+        trained=trained,
         steps=steps,
         bytes_down=down,
         bytes_up=up,
@@ -70,6 +76,37 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
         rounds=settings["rounds"],
     )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a measure costs: in how many rounds it looks, how many images it runs through a network in each, and these
+    as a share of the run's training, of which each image and epoch counts as three.
+    """
+
+    name: str
+    about: str
+    rounds: int
+    images: int
+    share: float
+
+    @property
+    def row(self) -> tuple[str, str, str, str, str]:
+        """As a person reads it."""
+        return self.name, self.about, f"{self.rounds}", f"{self.images:,}", f"{100 * self.share:.0f} %"
+
+
+def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
+    """The cost of each measure of a run."""
+    settings, test = prepared.settings, prepared.sites.common_test
+    rounds = len(measured_rounds(settings["rounds"], settings["measure_every"]))
+    out = []
+    for path, (name, measure) in zip(settings["measure"], measures(settings["measure"]).items(), strict=True):
+        times = 1 if measure.only_last else rounds
+        images = measure.images(len(test) if test else 0, found.clients, found.examples)
+        share = times * images / max(1, 3 * found.trained * found.rounds)
+        out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
+    return out
 
 
 def values(settings: Settings) -> list[tuple[str, Any, str]]:
@@ -117,6 +154,11 @@ def _steps(prepared: Prepared, stage: Stage, examples: int) -> int:
     if plan is None:
         return 0
     return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
+
+
+def _images(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
+    plan = prepared.world.plans.get(stage.name)
+    return 0 if plan is None else plan.epochs * examples if not plan.steps else steps * min(plan.batch, examples)
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:

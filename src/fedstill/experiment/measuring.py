@@ -1,4 +1,4 @@
-"""What is measured on the way: on the server after every round, and by clients in their stages."""
+"""What is measured on the way: after every round, by clients in their stages, and by the run's measures."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
+from fedstill.errors import FedstillError
+from fedstill.experiment.checking import on_one_line
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.prepare import Prepared
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.local import local_accuracies
@@ -25,7 +29,14 @@ class Measuring:
     prepared: Prepared
     history: list[dict[str, Any]] = field(default_factory=list)
     start: dict[str, Any] = field(default_factory=dict)
+    spent: float = 0.0  # seconds of this round's measures
+    seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
     _replies: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        self.measures = measures(settings["measure"])
+        self.rounds = measured_rounds(settings["rounds"], settings["measure_every"])
 
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""
@@ -65,7 +76,25 @@ class Measuring:
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
         self._replies += events
+        self._count_local(events)
         yield from events
+
+    def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
+        """The events of the measures that look at a finished stage, each with the seconds it took."""
+        room = self._room()
+        if room is None or seen.stage.round not in self.rounds:
+            return
+        torch.set_num_threads(self.prepared.settings.many_threads[1])
+        where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
+        for name, measure in self.measures.items():
+            if measure.only_last and not seen.ends_run:
+                continue
+            began = time.perf_counter()
+            found = _looked(name, measure, seen, room)
+            seconds = time.perf_counter() - began
+            self._count(name, seconds)
+            if found is not None:
+                yield {"event": "measure", "measure": name, **where, **found, "seconds": seconds}
 
     def round(
         self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
@@ -89,8 +118,9 @@ class Measuring:
             "seconds_training": training,
             "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
-            "seconds_measuring": time.perf_counter() - began,
+            "seconds_measuring": time.perf_counter() - began + self.spent,
         }
+        self.spent = 0.0
         event["seconds"] = training + saving + event["seconds_measuring"]
         self.history.append(event)
         return event
@@ -103,9 +133,26 @@ class Measuring:
                 self.start = rest
             elif event["event"] == "round":
                 self.history.append(rest)
-                self._replies = []
+                self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
                 self._replies.append(dict(rest))
+                self._count_local([event])
+            elif event["event"] == "measure":
+                self._count(event["measure"], event["seconds"])
+
+    def _count(self, name: str, seconds: float) -> None:
+        self.spent += seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def _count_local(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Clients measure within their stage, so their seconds are in the stage's already."""
+        spent = sum(e.get("seconds_measuring") or 0.0 for e in events)
+        if spent:
+            self.seconds["local"] = self.seconds.get("local", 0.0) + spent
+
+    def _room(self) -> Room | None:
+        sites = self.prepared.sites
+        return Room(self.prepared.world, sites.common_test, sites.inputs, sites) if sites.common_test else None
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """Accuracy of the first predictor, and under ``others`` of any further ones."""
@@ -125,3 +172,13 @@ class Measuring:
         if test is None:
             return [0] * self.prepared.world.classes
         return torch.bincount(test.labels, minlength=self.prepared.world.classes).tolist()
+
+
+def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
+    try:
+        return measure.look(seen, room)
+    except FedstillError:
+        raise
+    except Exception as error:
+        where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
+        raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error

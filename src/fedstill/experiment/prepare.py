@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fedstill import registry
-from fedstill.data.examples import Dataset
+from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
 from fedstill.data.partition import cached, public_split
 from fedstill.data.sources import load
@@ -22,9 +22,9 @@ from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
 from fedstill.experiment.checking import on_one_line
+from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
-from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
 
@@ -43,9 +43,9 @@ class Prepared:
 
     @property
     def measured(self) -> frozenset[int]:
-        """The rounds in which local models are measured: every ``measure_every``, and the last."""
-        every, last = self.settings["measure_every"], self.settings["rounds"]
-        return frozenset({*range(every, last + 1, every), last}) if self.settings["measure"] else frozenset()
+        """The rounds in which clients measure their own models: those of ``local``."""
+        asked = "local" in self.settings["measure"]
+        return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
@@ -144,21 +144,6 @@ def _smaller(examples: Examples, size: int, key: str) -> Examples:
     return examples.take(keep)
 
 
-def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:
-    """Positions of ``size`` examples, in order, with the classes' shares kept as near as whole numbers allow."""
-    draw = generator(seed_for(seed, 0, 0, SERVER, "stratified"))
-    counts = torch.bincount(labels)
-    exact = counts.double() * size / len(labels)
-    take = exact.floor().long()
-    short = size - int(take.sum())
-    take[(exact - take).argsort(descending=True, stable=True)[:short]] += 1
-    picked = []
-    for c, k in enumerate(take.tolist()):
-        own = (labels == c).nonzero().flatten()
-        picked.append(own[torch.randperm(len(own), generator=draw)[:k]])
-    return torch.cat(picked).sort().values
-
-
 def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Examples | None]:
     size, own = settings["data"]["public"], settings["partition"].get("seed")
     if size == 0:
@@ -219,6 +204,7 @@ def _check_fit(prepared: Prepared) -> None:
         )
     if "public_data" in method.requires() and prepared.sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
+    check_fit(measures(settings["measure"]), Setting(method, name, schedule, world))
 
 
 def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:

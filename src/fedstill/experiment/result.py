@@ -21,7 +21,10 @@ from fedstill.records import State
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round."""
+    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round.
+
+    ``measures``: what the run's measures gave, one mapping a measure and stage, in order.
+    """
 
     accuracy: float
     forgetting: float
@@ -29,6 +32,7 @@ class Result:
     model: dict[str, Tensor]
     directory: Path
     summary: Mapping[str, Any]
+    measures: list[dict[str, Any]]
 
     @staticmethod
     def of(folder: Path) -> Result:
@@ -42,12 +46,18 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             todo = f"delete summary.json, then `fedstill resume {folder}`"
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
-        history = [e for e in journals.read(folder / "journal.jsonl") if e["event"] == "round"]
-        return Result(accuracy, forgetting, history, model, folder, summary)
+        events = journals.read(folder / "journal.jsonl")
+        history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
+        return Result(accuracy, forgetting, history, model, folder, summary, measures)
 
 
-def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean."""
+def summary_of(
+    settings: Settings, history: Sequence[Mapping[str, Any]], measures: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean.
+
+    measures: seconds of each measure in all rounds.
+    """
     accuracies = [e["accuracy"] for e in history]
     seen = [a for a in accuracies if a is not None]
     return {
@@ -66,6 +76,7 @@ def summary_of(settings: Settings, history: Sequence[Mapping[str, Any]]) -> dict
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),
         "seconds_training": sum(e["seconds_training"] for e in history),
+        "seconds_measures": dict(measures or {}),
     }
 
 

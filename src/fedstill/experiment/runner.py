@@ -23,6 +23,7 @@ from fedstill.experiment.carried import engine_of
 from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
 from fedstill.experiment.directory import locked, new_directory, refuse_used
+from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.measuring import Measuring
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.result import Result, summary_of, write_result
@@ -137,11 +138,12 @@ class _Driver:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared)
         self.saving = 0.0
+        self.before: State | None = None
         self.stages: Sequence[Stage] = ()
 
     def start(self) -> Result:
         """From the beginning."""
-        state = self.method.setup(self.world)
+        state = self.before = self.method.setup(self.world)
         self.journal.write("start", seconds_since_1970=time.time(), **self._versions(), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
@@ -161,6 +163,7 @@ class _Driver:
         self.measuring.replay(journals.read(self.journal.path))
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
+        self.before = restored.state
         return self._rounds(restored.state)
 
     def close(self) -> None:
@@ -172,17 +175,17 @@ class _Driver:
         last = self.settings["rounds"]
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
-            began = time.perf_counter()
+            began, measured = time.perf_counter(), self.measuring.spent
             state = run_round(
                 self.method, state, self.stages, self.world, self.engine, self._after_stage, self.settings.rules
             )
             saving, self.saving = self.saving, 0.0
-            training = time.perf_counter() - began - saving
+            training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        summary = summary_of(self.settings, self.measuring.history)
+        summary = summary_of(self.settings, self.measuring.history, self.measuring.seconds)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
 
@@ -197,11 +200,20 @@ class _Driver:
         began = time.perf_counter()
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.write(**event)
+        measured = self.measuring.spent
+        for event in self.measuring.look(self._happened(stage, replies, downs, state)):
+            self.journal.write(**event)
+        self.before = state
         self._save(state)
-        self.saving += time.perf_counter() - began
+        self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
         self.watch.stage(stage.round, self.settings["rounds"], stage.index, len(self.stages))
         if self.watch.stop():
             raise Interrupted(str(self.folder))
+
+    def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
+        ends_round = stage.index + 1 == len(self.stages)
+        ends_run = ends_round and stage.round == self.settings["rounds"]
+        return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
         named = self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync())
@@ -227,7 +239,8 @@ class _Driver:
     def _sources(self) -> dict[str, str]:
         tree = self.settings.tree
         names = [tree["method"]["name"], tree["model"]["name"], tree["partition"]["kind"], tree["topology"]["kind"]]
-        paths = sorted({n.partition(":")[0] for n in (*names, *tree["clients"]["models"]) if ".py" in n})
+        names += [*tree["clients"]["models"], *tree["measure"]]
+        paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
         return {p: digest(Path(p).read_bytes()) for p in paths}
 
     def _check_sources(self) -> None:

@@ -14,6 +14,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import checked, on_one_line, shown
 from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, TOP, Experiment, fields_of, plan_for
+from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count
 from fedstill.method import Method
 from fedstill.records import Plan
@@ -55,7 +56,8 @@ def settle(experiment: Experiment) -> Settings:
     top = checked(TOP, {k: getattr(experiment, k) for k in TOP}, "")
     top["threads"] = _threads(top["threads"])
     top["device"] = _device(top["device"])
-    _check_measures(top["measure"])
+    top["measure"] = tuple(_resolved_name("measure", n, experiment.base) for n in top["measure"])
+    measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
     data["folder"] = str(_place(data["folder"], experiment.base, "data.folder")) if data["folder"] else ""
@@ -200,13 +202,6 @@ def _device(value: str) -> str:
             "device = 'cuda': torch sees no CUDA device here; set device = 'cpu', or install torch for CUDA"
         )
     return ("cuda" if there else "cpu") if value == "auto" else value
-
-
-def _check_measures(names: tuple[str, ...]) -> None:
-    known = registry.names("measure")
-    for name in names:
-        if name not in known:
-            raise UnknownName("measure", name, known, where="measure")
 
 
 def _check_rounds(top: Mapping[str, Any], topology: Mapping[str, Any]) -> None:

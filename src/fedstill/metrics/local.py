@@ -1,4 +1,4 @@
-"""What local models know of their own clients' classes and of the others': the measure ``local``."""
+"""What local models know of their own clients' classes and of the others': knowledge outside of local data (KOLD)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from fedstill.metrics.accuracy import class_accuracy, in_local_accuracy, out_local_accuracy
-from fedstill.registry import register
+from fedstill.metrics.values import Numbers, values, weighted_mean
 
 
-@register("measure", "local")
 def local_accuracies(
     clients: Sequence[Mapping[str, Any]], received: Sequence[Any], aggregated: Sequence[Any], totals: Sequence[int]
 ) -> dict[str, float]:
@@ -20,26 +19,40 @@ def local_accuracies(
     clients: events with ``correct_by_class`` and ``label_counts`` (C,), others are passed over; received, aggregated:
     class accuracies (C,) of the global models; totals: test examples by class (C,). Gives means over clients, plain and
     weighted by size, the spread (population) over clients, and the global models' accuracy on the mean of the clients'
-    label distributions. Empty if no client was measured. Source: FedNTD, section 2.2 and figure 4.
+    label distributions. Keys with ``_seen`` are the plain means over classes that a client has, or has not; a client
+    that has them all has no such out-local accuracy. Empty if no client was measured.
+
+    Source: FedNTD, section 2.2 and figure 4; the form ``_seen``: FedADKD, figure 6.
     """
     measured = [e for e in clients if "correct_by_class" in e]
     if not measured:
         return {}
     counts = np.asarray([e["label_counts"] for e in measured], dtype=np.float64)
-    shares = counts / counts.sum(1, keepdims=True)
+    shares, sizes = counts / counts.sum(1, keepdims=True), counts.sum(1)
     local = [class_accuracy(e["correct_by_class"], totals) for e in measured]
-    inside = [in_local_accuracy(a, p) for a, p in zip(local, shares, strict=True)]
-    outside = [out_local_accuracy(a, p) for a, p in zip(local, shares, strict=True)]
+    out: dict[str, float] = {}
+    for form, seen in (("", False), ("_seen", True)):
+        for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
+            found = [accuracy(a, p, seen) for a, p in zip(local, shares, strict=True)]
+            out |= {f"{side}_local_accuracy{form}{k}": v for k, v in over_clients(found, sizes).items()}
     mean_share = shares.mean(0)
-    return {
-        "in_local_accuracy": float(np.mean(inside)),
-        "in_local_accuracy_weighted": float(np.average(inside, weights=counts.sum(1))),
-        "in_local_accuracy_std": float(np.std(inside)),
-        "out_local_accuracy": float(np.mean(outside)),
-        "out_local_accuracy_weighted": float(np.average(outside, weights=counts.sum(1))),
-        "out_local_accuracy_std": float(np.std(outside)),
-        "received_in_local_accuracy": in_local_accuracy(received, mean_share),
-        "received_out_local_accuracy": out_local_accuracy(received, mean_share),
-        "global_in_local_accuracy": in_local_accuracy(aggregated, mean_share),
-        "global_out_local_accuracy": out_local_accuracy(aggregated, mean_share),
-    }
+    for model, accuracy_by_class in (("received", received), ("global", aggregated)):
+        out[f"{model}_in_local_accuracy"] = in_local_accuracy(accuracy_by_class, mean_share)
+        out[f"{model}_out_local_accuracy"] = out_local_accuracy(accuracy_by_class, mean_share)
+    return out
+
+
+def over_clients(found: Sequence[float], sizes: Numbers) -> dict[str, float]:
+    """Mean and population spread over clients, plain (keys "" and "_std") and weighted by size ("_weighted", ...).
+
+    found: one number a client, NaN where it has none: it is left out; sizes: as many weights. NaN if nothing is left.
+
+    >>> over_clients([0.0, 1.0], [1, 3])["_weighted"]
+    0.75
+    """
+    numbers, weights = values(found, 1, "numbers of clients"), values(sizes, 1, "sizes of clients")
+    out: dict[str, float] = {}
+    for key, weight in (("", np.ones_like(weights)), ("_weighted", weights)):
+        mean = weighted_mean(numbers, weight)
+        out |= {key: mean, f"{key}_std": weighted_mean((numbers - mean) ** 2, weight) ** 0.5}
+    return out

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 from fedstill.fields import CountOrZero, Share
-from fedstill.models.network import InputShape, Network, flat_size, projected
+from fedstill.models.network import InputShape, Network, OnCircle, flat_size, projected
 from fedstill.registry import register
 
 
@@ -78,6 +78,24 @@ def digits_cnn(input_shape: InputShape, classes: int) -> Network:
     return _build("digits_cnn", input_shape, classes, [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)], [64])
 
 
+@register("model", "sphere_cnn")
+def sphere_cnn(input_shape: InputShape, classes: int) -> Network:
+    """FedNTD's CNN whose features are points on a circle: 512 hidden, two numbers of norm 1, and no bias in the head.
+
+    Source: FedNTD, appendix N, figure 18.
+    Reading: the paper does not say how its two-dimensional features are made; here a linear layer follows the 512.
+    """
+    blocks = [_block(input_shape[0], 32, 5, 2), _block(32, 64, 5, 2)]
+    return _build("sphere_cnn", input_shape, classes, blocks, [512], circle=True)
+
+
+@register("model", "sphere_digits_cnn")
+def sphere_digits_cnn(input_shape: InputShape, classes: int) -> Network:
+    """The small CNN for 8 x 8 images whose features are points on a circle, as in ``sphere_cnn``."""
+    blocks = [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)]
+    return _build("sphere_digits_cnn", input_shape, classes, blocks, [64], circle=True)
+
+
 def _block(inside: int, out: int, kernel: int, padding: int) -> list[nn.Module]:
     return [nn.Conv2d(inside, out, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
 
@@ -90,6 +108,7 @@ def _build(
     hidden: list[int],
     dropout: float = 0.0,
     projection: int = 0,
+    circle: bool = False,
 ) -> Network:
     layers = [layer for block in blocks for layer in block]
     width = flat_size(name, layers, input_shape)
@@ -99,5 +118,7 @@ def _build(
         width = size
     if dropout > 0:
         layers.append(nn.Dropout(dropout))
+    if circle:
+        return Network(nn.Sequential(*layers, nn.Linear(width, 2), OnCircle()), 2, classes, bias=False)
     more, width = projected(width, projection)
     return Network(nn.Sequential(*layers, *more), width, classes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 
 from fedstill.errors import ConfigError
 
@@ -16,10 +17,10 @@ class Network(nn.Module):
     x: (B, channels, height, width) float. Gives (B, C) logits.
     """
 
-    def __init__(self, body: nn.Module, features: int, classes: int) -> None:
+    def __init__(self, body: nn.Module, features: int, classes: int, bias: bool = True) -> None:
         super().__init__()
         self.body = body
-        self.head = nn.Linear(features, classes)
+        self.head = nn.Linear(features, classes, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, C) of a batch."""
@@ -34,6 +35,14 @@ def projected(width: int, projection: int) -> tuple[list[nn.Module], int]:
     if not projection:
         return [], width
     return [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, projection)], projection
+
+
+class OnCircle(nn.Module):
+    """(B, 2) vectors divided by their Euclidean norm; the zero vector stays."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Vectors of norm 1."""
+        return normalize(x, dim=1)
 
 
 def flat_size(name: str, layers: list[nn.Module], input_shape: InputShape) -> int:

@@ -1,0 +1,85 @@
+"""Which measures a run has, whether they can look at what it does, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from fedstill import registry
+from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.experiment.measures.base import Measure
+from fedstill.method import Method
+from fedstill.models import contract
+from fedstill.records import SERVER, Stage, World
+
+
+def measures(names: Sequence[str]) -> dict[str, Measure]:
+    """The measures of these names; one from a user's file is called by the file's name.
+
+    Raises ConfigError for something that is not a measure, or that is named twice.
+    """
+    found: dict[str, Measure] = {}
+    for name in names:
+        made = registry.lookup("measure", name).build()
+        if not isinstance(made, Measure):
+            raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
+        short = PurePath(name).name
+        if short in found:
+            raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
+        found[short] = made
+    return found
+
+
+def measured_rounds(rounds: int, every: int) -> frozenset[int]:
+    """The rounds in which measures look: every so many, and the last.
+
+    >>> sorted(measured_rounds(7, 3))
+    [3, 6, 7]
+    """
+    return frozenset({*range(every, rounds + 1, every), rounds})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What measures have to fit: the method and its stages, the world, and whether clients' data are at hand."""
+
+    method: Method
+    name: str
+    schedule: Sequence[Stage]
+    world: World
+    simulated: bool = True
+
+
+def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
+    """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or setting lacks."""
+    for name, measure in chosen.items():
+        why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
+        if why:
+            raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
+
+
+def _lacks(need: str, setting: Setting) -> str:
+    spec, world = setting.world.model(SERVER), setting.world
+    if need == "local_models":
+        if not any(_sends_models(stage, setting) for stage in setting.schedule):
+            return f"clients of method {setting.name} send no models; choose a method whose clients do"
+        if any(world.model(c) != spec for c in range(world.clients)):
+            return "models must be one architecture to be compared; leave clients.models out"
+    if need == "features" and "features" not in contract.capabilities(spec):
+        return f"model {spec} has no features; give it submodules body and head"
+    if need == "plane" and (width := _width(spec)) != 2:
+        return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
+    if need == "client_data" and not setting.simulated:
+        return "it needs clients' data, which a server sees in a simulation only; set engine = 'serial'"
+    return ""
+
+
+def _sends_models(stage: Stage, setting: Setting) -> bool:
+    client = stage.clients[0]
+    return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
+
+
+def _width(spec: Any) -> int:
+    return int(contract.initial(spec, 0)["head.weight"].shape[1])

@@ -1,0 +1,44 @@
+"""The measure ``divergence``: how far local weights went, beside how unlike the client's labels are to the model's."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.metrics.divergence import distribution_distance, weight_divergence
+from fedstill.metrics.local import over_clients
+from fedstill.models import contract
+from fedstill.registry import register
+from fedstill.trees import only
+
+
+@register("measure", "divergence")
+class Divergence(Measure):
+    """Distance of local weights from the received ones, L1 and L2, and of a client's labels from what the model knows.
+
+    Source: FedNTD, section 5.2 and figure 8.
+    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean made afterwards.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "client_data"})
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        """The three distances of each client, and their means."""
+        locals_ = seen.local_models
+        if not locals_:
+            return None
+        start, names = seen.before.params, contract.trainable_names(room.spec)
+        accuracy = room.accuracy_by_class(start, room.test)
+        apart = [weight_divergence(only(start, names), params) for params in locals_.values()]
+        shares = [room.sites.view(c, seen.stage).proportions for c in locals_]
+        found = {
+            "l1": [a for a, _ in apart],
+            "l2": [b for _, b in apart],
+            "distance": [distribution_distance(accuracy, p) for p in shares],
+        }
+        means = {f"mean_{k}": over_clients(v, [1.0] * len(v))[""] for k, v in found.items()}
+        return {"clients": list(locals_), **found, **means}
+
+    def images(self, test: int, clients: int, own: int) -> int:
+        """The test set once."""
+        return test

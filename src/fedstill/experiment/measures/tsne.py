@@ -1,0 +1,56 @@
+"""The measure ``tsne``: how test images lie in the features of the global and the local models, on a plane."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from threadpoolctl import threadpool_limits
+
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, named_models, rounded
+from fedstill.registry import register
+
+IMAGES, MODELS, DIGITS = 200, 10, 1
+PERPLEXITY = 30.0
+
+
+@register("measure", "tsne")
+class JointTSNE(Measure):
+    """One joint t-SNE of 200 test images' features under the received, at most ten local, and the new global model.
+
+    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their number.
+    Source: FedNTD, appendix O, figures 19 to 21.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "features"})
+    only_last: ClassVar[bool] = True
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image under each."""
+        if not seen.local_models:
+            return None
+        images, passes = room.some(IMAGES), room.passes()
+        models = dict(named_models(seen, MODELS))
+        features = torch.cat([passes.features(p, images).cpu() for p in models.values()])
+        places = embedded(features, int(room.draw("tsne").initial_seed() % 2**32))
+        x, y = places.reshape(len(models), len(images), 2).unbind(2)
+        return {
+            "models": list(models),
+            "labels": images.labels.tolist(),
+            "x": rounded(x, DIGITS),
+            "y": rounded(y, DIGITS),
+        }
+
+    def images(self, test: int, clients: int, own: int) -> int:
+        """A few hundred at each model; the embedding itself takes longer than that."""
+        return min(test, IMAGES) * (min(clients, MODELS) + 2)
+
+
+def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
+    """(n, D) features as (n, 2) places, near ones near each other; the same for equal seeds."""
+    from sklearn.manifold import TSNE
+
+    perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
+    with threadpool_limits(1):
+        found = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
+    return torch.from_numpy(found)

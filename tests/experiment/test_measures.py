@@ -1,0 +1,319 @@
+"""Every registered measure runs, resumes to the same bits, and says what it cost; what it gives is re-derived here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import toys
+from fedstill import registry
+from fedstill.cli import call
+from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.choose import Setting, check_fit, measures
+from fedstill.experiment.measures.sphere import directions
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import resume, run
+from fedstill.experiment.settings import settle
+from fedstill.registry import register
+from fedstill.topology import Topology
+from run_bits import assert_same_bits, bits, stopped
+
+MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
+ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
+MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
+STAGES: list[Happened] = []
+
+
+@register("measure", "toy_spy")
+class Spy(Measure):
+    """Remembers what it was shown."""
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        STAGES.append(seen)
+        return None
+
+
+@register("measure", "toy_broken")
+class Broken(Measure):
+    """Fails when it looks."""
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        raise ZeroDivisionError("nothing\nto divide")
+
+
+def measured(*names: str, **changes: Any) -> Experiment:
+    model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
+    return toys.toy(**{"measure": list(names), **model, **changes})
+
+
+@pytest.fixture(scope="module", params=MEASURES)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    run(measured(request.param), folder, data=toys.blobs())
+    return request.param, folder
+
+
+def test_it_runs_and_says_what_it_cost(whole: tuple[str, Path]) -> None:
+    name, folder = whole
+    events, measure = read(folder / "journal.jsonl"), measures([name])[name]
+    found = [e for e in events if e["event"] == "measure"]
+    if name == "local":
+        assert not found
+    else:
+        assert [(e["measure"], e["round"]) for e in found] == [
+            (name, r) for r in ([3] if measure.only_last else [2, 3])
+        ]
+        assert all(e["seconds"] > 0 and e["name"] == "train" for e in found)
+        spent = {e["round"]: e["seconds"] for e in found}
+        every = [e for e in events if e["event"] == "round"]
+        assert all(e["seconds_measuring"] > spent.get(e["round"], 0) for e in every)
+    summary = resume(folder).summary
+    assert summary["seconds_measures"][name] > 0
+    assert resume(folder).measures == found
+
+
+def test_it_resumes_to_the_same_bits(whole: tuple[str, Path], tmp_path: Path) -> None:
+    name, folder = whole
+    for stages in (2, 3):
+        other = stopped(measured(name), tmp_path / str(stages), stages)
+        resume(other, data=toys.blobs())
+        assert_same_bits(bits(other), bits(folder))
+
+
+def test_it_looks_without_leaving_a_trace(whole: tuple[str, Path], tmp_path: Path) -> None:
+    name, folder = whole
+    run(measured(model=settle(measured(name)).tree["model"]), tmp_path / "run", data=toys.blobs())
+    assert bits(tmp_path / "run")["model.safetensors"] == bits(folder)["model.safetensors"]
+
+
+def test_it_is_documented(whole: tuple[str, Path]) -> None:
+    entry = registry.lookup("measure", whole[0])
+    assert entry.summary.endswith(".")
+    images = [measures([whole[0]])[whole[0]].images(n, 10, 5000) for n in (100, 1000)]
+    assert 0 < images[0] <= images[1]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, Any]]:
+    """The last stage of a run with all measures that fit one model, and what they gave there."""
+    names = [n for n in MEASURES if n not in ("landscape", *ON_CIRCLE)]
+    STAGES.clear()
+    found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
+    (last,) = [s for s in STAGES if s.ends_run]
+    return last, {e["measure"]: e for e in found.measures if e["round"] == 3}
+
+
+def hidden(params: Any, x: Tensor) -> Tensor:
+    return (x.flatten(1).double() @ params["body.1.weight"].double().T + params["body.1.bias"].double()).relu()
+
+
+def logits(params: Any, x: Tensor) -> Tensor:
+    return hidden(params, x) @ params["head.weight"].double().T + params["head.bias"].double()
+
+
+def common_test() -> tuple[Tensor, Tensor]:
+    ready = prepare(settle(measured()), toys.blobs())
+    test = ready.sites.common_test
+    assert test is not None
+    return ready.sites.inputs.plain(test.images), test.labels
+
+
+def trained(client: int) -> tuple[Tensor, Tensor]:
+    sites = prepare(settle(measured()), toys.blobs()).sites
+    own = sites.train.take(sites.parts[client])
+    return sites.inputs.plain(own.images), own.labels
+
+
+def shares(client: int) -> np.ndarray:
+    counts = np.bincount(trained(client)[1], minlength=toys.CLASSES)
+    return counts / counts.sum()
+
+
+def test_the_stage_is_shown_with_its_start_and_end(seen: tuple[Happened, dict[str, Any]]) -> None:
+    last, _ = seen
+    assert last.ends_round
+    assert all(d.params is last.before.params for d in last.downs.values())
+    assert set(last.local_models) == set(last.stage.clients)
+    sizes = {r.client: r.examples for r in last.replies}
+    mean = sum(sizes[c] * p["head.bias"] for c, p in last.local_models.items()) / sum(sizes.values())
+    torch.testing.assert_close(last.after.params["head.bias"], mean)
+
+
+def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+    last, found = seen
+    x, y = common_test()
+
+    def classes(params: Any, layer: Any) -> np.ndarray:
+        return np.stack([layer(params, x)[y == c].mean(0).numpy() for c in range(toys.CLASSES)]).argmax(0)
+
+    for name, layer in (("features", hidden), ("classifier", logits)):
+        start = classes(last.before.params, layer)
+        each = [float(np.mean(start == classes(p, layer))) for p in last.local_models.values()]
+        got = found["alignment"]["layers"][name]
+        assert got["clients"] == each
+        assert got["local"] == pytest.approx(np.mean(each))
+        assert got["local_std"] == pytest.approx(np.std(each))
+        assert got["global"] == float(np.mean(start == classes(last.after.params, layer)))
+    units = found["units"]
+    assert units["models"] == ["received", *(f"client {c}" for c in sorted(last.local_models)), "aggregated"]
+    assert units["classes"][0] == classes(last.before.params, hidden).tolist()
+    assert units["classes"][-1] == classes(last.after.params, hidden).tolist()
+
+
+def test_divergence_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+    last, found = seen
+    x, y = common_test()
+    right = (logits(last.before.params, x).argmax(1) == y).numpy()
+    accuracy = np.array([right[y.numpy() == c].mean() for c in range(toys.CLASSES)])
+    got = found["divergence"]
+    assert got["clients"] == list(last.local_models)
+    for i, (client, params) in enumerate(last.local_models.items()):
+        gap = np.concatenate([(params[k].double() - last.before.params[k].double()).numpy().ravel() for k in params])
+        assert got["l1"][i] == pytest.approx(np.abs(gap).sum())
+        assert got["l2"][i] == pytest.approx(np.sqrt((gap**2).sum()))
+        assert got["distance"][i] == pytest.approx(np.abs(accuracy / accuracy.sum() - shares(client)).sum())
+    assert got["mean_l2"] == pytest.approx(np.mean(got["l2"]))
+
+
+def test_personalised_accuracy_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+    last, found = seen
+    x, y = common_test()
+    got = found["personal"]
+    for i, (client, params) in enumerate(last.local_models.items()):
+        own_x, own_y = trained(client)
+        assert got["local_train"][i] == float((logits(params, own_x).argmax(1) == own_y).double().mean())
+        right = (logits(params, x).argmax(1) == y).double()
+        by_class = np.array([right[y == c].mean() for c in range(toys.CLASSES)])
+        assert got["personalised"][i] == pytest.approx(by_class @ shares(client))
+    sizes = [len(trained(c)[1]) for c in last.local_models]
+    assert got["local_train_accuracy_weighted"] == pytest.approx(np.average(got["local_train"], weights=sizes))
+    assert got["personalised_accuracy_std"] == pytest.approx(np.std(got["personalised"]))
+
+
+def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
+    last, found = seen
+
+    def ratio(rows: list[np.ndarray]) -> float:
+        return float(np.mean([(r**2).sum() for r in rows]) / (np.mean(rows, axis=0) ** 2).sum())
+
+    gradients, updates = [], []
+    for client, params in last.local_models.items():
+        x, y = trained(client)
+        leaves = {k: v.double().requires_grad_() for k, v in last.before.params.items()}
+        torch.nn.functional.cross_entropy(logits(leaves, x), y).backward()
+        gradients.append(np.concatenate([v.grad.numpy().ravel() for v in leaves.values()]))
+        start = last.before.params
+        updates.append(np.concatenate([(start[k].double() - params[k].double()).numpy().ravel() for k in params]))
+    assert found["diversity"]["gradients"] == pytest.approx(ratio(gradients), rel=1e-3)
+    assert found["diversity"]["updates"] == pytest.approx(ratio(updates), rel=1e-3)
+    assert found["diversity"]["gradients"] > 1
+
+
+def test_a_joint_tsne_keeps_classes_together(seen: tuple[Happened, dict[str, Any]]) -> None:
+    got = seen[1]["tsne"]
+    labels, x, y = np.array(got["labels"]), np.array(got["x"][-1]), np.array(got["y"][-1])
+    assert np.array(got["x"]).shape == (len(got["models"]), 100)
+    gaps = np.hypot(x[:, None] - x, y[:, None] - y)
+    same = labels[:, None] == labels
+    assert gaps[same].mean() < 0.7 * gaps[~same].mean()
+
+
+def test_directions_are_counts_of_angles() -> None:
+    angles = np.random.default_rng(0).uniform(-np.pi, np.pi, 500)
+    labels = np.arange(500) % 3
+    points = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 1))
+    found = directions(points, torch.from_numpy(labels), 3)
+    for c in range(3):
+        np.testing.assert_array_equal(found[c], np.histogram(angles[labels == c], 72, (-np.pi, np.pi))[0])
+
+
+def test_landscapes_meet_at_the_model_itself(tmp_path: Path) -> None:
+    (found,) = run(measured("landscape", rounds=1), tmp_path / "run", data=toys.blobs()).measures
+    for around in found["models"].values():
+        middle = len(found["axis"]) // 2
+        assert around["random"][middle][middle] == around["hessian"][middle][middle] == around["noise"][0]
+        assert abs(around["eigenvalues"][0]) >= abs(around["eigenvalues"][1])
+        assert around["noise"][-1] > around["noise"][0]
+
+
+def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
+    found = run(measured("alignment", method="toy_chain", rounds=1), tmp_path / "run", data=toys.blobs()).measures
+    assert [(e["round"], e["stage"], e["clients"]) for e in found] == [(1, i, found[i]["clients"]) for i in range(4)]
+    assert all(len(e["clients"]) == 1 for e in found)
+    assert all(e["layers"]["features"]["local"] == e["layers"]["features"]["global"] for e in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"measure": ["alignment"], "method": "toy_logits", "data": {"public": toys.PUBLIC}},
+            "measure alignment: clients of method toy_logits send no models",
+        ),
+        ({"measure": ["sphere"]}, r"measure sphere: model mlp\(.*\) has 8 features and not 2; .*sphere_cnn"),
+        (
+            {"measure": ["tsne"], "method": "toy_peers", "topology": {"clients": 6}, **MIXED},
+            "measure tsne: models must be one architecture",
+        ),
+        ({"measure": ["local", "local"]}, "names the same measure twice"),
+    ],
+)
+def test_a_measure_that_cannot_look_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(toys.toy(**changes), tmp_path / "run", data=toys.blobs())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", [n for n in MEASURES if "client_data" in measures([n])[n].needs])
+def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
+    ready = prepare(settle(measured()), toys.blobs())
+    topology: Topology = ready.settings.topology
+    setting = Setting(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
+    with pytest.raises(IncompatibleMethod, match=f"measure {name}: it needs clients' data"):
+        check_fit(measures([name]), setting)
+    check_fit(measures(["alignment", "local"]), setting)
+
+
+def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(FedstillError, match="round 2, stage 'train': measure toy_broken failed: ZeroDivisionError"):
+        run(measured("toy_broken"), tmp_path / "run", data=toys.blobs())
+
+
+def test_a_measure_of_ones_own_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from fedstill.experiment.measures.base import Measure\n\n\n"
+        "class Clients(Measure):\n    def look(self, seen, room):\n        return {'clients': len(seen.replies)}\n"
+    )
+    (tmp_path / "other.py").write_text("def look():\n    return 3\n")
+    own = f"{tmp_path / 'mine.py'}:Clients"
+    found = run(measured(own), tmp_path / "run", data=toys.blobs())
+    assert [(e["measure"], e["clients"]) for e in found.measures] == [("mine.py:Clients", 4)] * 2
+    assert str(tmp_path) not in (tmp_path / "run" / "journal.jsonl").read_text().partition("\n")[2]
+    with pytest.raises(ConfigError, match="is a int, not a Measure"):
+        settle(measured(f"{tmp_path / 'other.py'}:look"))
+
+
+def test_explain_shows_the_cost_and_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.toml").write_text('measure = ["local", "landscape"]\nrounds = 2\n')
+    assert call(["explain", str(tmp_path / "c.toml")]) == 0
+    said = capsys.readouterr().out
+    assert "of training" in said
+    assert "warning: measure landscape costs more than training itself; leave it out" in said
+    assert "warning: measure local" not in said
+
+
+def test_events_are_equal_but_for_their_times(tmp_path: Path) -> None:
+    events = []
+    for name in ("a", "b"):
+        run(measured("alignment", rounds=2), tmp_path / name, data=toys.blobs())
+        events.append(without_times(read(tmp_path / name / "journal.jsonl")))
+    assert events[0] == events[1]
