@@ -22,6 +22,7 @@ from fedstill.experiment.measures.sphere import directions
 from fedstill.experiment.prepare import prepare
 from fedstill.experiment.runner import resume, run
 from fedstill.experiment.settings import settle
+from fedstill.experiment.site import code_in
 from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
@@ -278,9 +279,26 @@ def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> 
     ready = prepare(settle(measured()), toys.blobs())
     topology: Topology = ready.settings.topology
     setting = Setting(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
-    with pytest.raises(IncompatibleMethod, match=f"measure {name}: it needs clients' data"):
+    with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at clients' data"):
         check_fit(measures([name]), setting)
     check_fit(measures(["alignment", "local"]), setting)
+
+
+def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
+    ready = prepare(settle(measured()), toys.blobs())
+    setting = Setting(
+        ready.settings.method, "fedavg", ready.settings.topology(1, ready.world), ready.world, tested=False
+    )
+    for name in MEASURES:
+        if name != "local" and name not in ON_CIRCLE:
+            with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at a common test set"):
+                check_fit(measures([name]), setting)
+    check_fit(measures(["local"]), setting)
+
+
+def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:
+    assert code_in({"measure": ["local", "evil.py:Evil"]}) == ["evil.py:Evil"]
+    assert code_in({"measure": "pack.mod:Evil"}) == ["pack.mod:Evil"]
 
 
 def test_a_measure_that_fails_is_named_with_its_place(tmp_path: Path) -> None:

@@ -204,7 +204,9 @@ def _check_fit(prepared: Prepared) -> None:
         )
     if "public_data" in method.requires() and prepared.sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
-    check_fit(measures(settings["measure"]), Setting(method, name, schedule, world))
+    tested = prepared.sites.common_test is not None
+    setting = Setting(method, name, schedule, world, simulated=not on_sites(settings), tested=tested)
+    check_fit(measures(settings["measure"]), setting)
 
 
 def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:

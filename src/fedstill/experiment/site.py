@@ -211,6 +211,8 @@ def code_in(tree: Mapping[str, Any]) -> list[str]:
     """Names in a configuration that would import code beyond fedstill's own."""
     named = [_text(tree, table, key) for table, (key, _) in NAMED.items()]
     models = tree.get("clients", {}).get("models", []) if isinstance(tree.get("clients"), Mapping) else []
+    measures = tree.get("measure", [])
+    named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
     named += [_text(tree, "data", "name"), *(str(m) for m in models)]
     return sorted({n for n in named if ":" in n or n.endswith(".py")})
 

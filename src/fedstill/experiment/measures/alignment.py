@@ -21,7 +21,7 @@ class Alignment(Measure):
     Reading: the paper lists layers of 512 and 128 units; its network has the one of 512 only, which is "features".
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Alignment of each layer between the received global model and each local one, and with the new global one."""

@@ -43,13 +43,14 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What measures have to fit: the method and its stages, the world, and whether clients' data are at hand."""
+    """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here."""
 
     method: Method
     name: str
     schedule: Sequence[Stage]
     world: World
     simulated: bool = True
+    tested: bool = True
 
 
 def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
@@ -71,8 +72,10 @@ def _lacks(need: str, setting: Setting) -> str:
         return f"model {spec} has no features; give it submodules body and head"
     if need == "plane" and (width := _width(spec)) != 2:
         return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
+    if need == "test" and not setting.tested:
+        return "it looks at a common test set, and there is none; give the server one with data.name"
     if need == "client_data" and not setting.simulated:
-        return "it needs clients' data, which a server sees in a simulation only; set engine = 'serial'"
+        return "it looks at clients' data, which a server sees in a simulation only; leave flower.data = 'sites' out"
     return ""
 
 

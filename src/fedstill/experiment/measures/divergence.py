@@ -20,7 +20,7 @@ class Divergence(Measure):
     Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean made afterwards.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """The three distances of each client, and their means."""

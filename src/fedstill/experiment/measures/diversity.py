@@ -25,7 +25,7 @@ class Diversity(Measure):
     method did to it. Source: FedNTD, eq. 20 to 25.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""

@@ -32,7 +32,7 @@ class Landscape(Measure):
     Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural Nets" (2018).
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:

@@ -20,7 +20,7 @@ class Personal(Measure):
     Reading: the code measures training data as augmented for training; here they are as they are.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Both accuracies of each client, with mean and spread over clients."""

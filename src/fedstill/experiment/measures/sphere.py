@@ -22,7 +22,7 @@ class Sphere(Measure):
     Source: FedNTD, appendix N, figure 18.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "features", "plane"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features", "plane"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:

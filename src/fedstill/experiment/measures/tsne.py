@@ -22,7 +22,7 @@ class JointTSNE(Measure):
     Source: FedNTD, appendix O, figures 19 to 21.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:

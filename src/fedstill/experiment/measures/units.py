@@ -18,7 +18,7 @@ class Units(Measure):
     At most ten local models, at the end of the run. Source: FedNTD, figure 17.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
