@@ -48,6 +48,14 @@ def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], cli
         _check_numbers(path, event, f"an event of client {event.get('client')!r}", CLIENT)
 
 
+def check_looks(path: Path, looks: Sequence[Event]) -> None:
+    """Raises CorruptFile for an event of a measure without its name and round."""
+    for event in looks:
+        if not isinstance(event.get("measure"), str) or type(event.get("round")) is not int:
+            raise CorruptFile(f"{path}: an event of a measure lacks the measure's name or its round")
+        _check_numbers(path, event, f"an event of measure {event['measure']}", ("seconds",))
+
+
 def _check_start(path: Path, start: Event) -> None:
     classes, counts = start.get("classes", []), start.get("label_counts", [])
     if not isinstance(classes, list) or not isinstance(counts, list):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedstill.report.figures import HEIGHT, Figure, Style, faint, layout, named, rounded
+from fedstill.report.figures import HEIGHT, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
+from fedstill.report.measured import seconds
 from fedstill.report.series import phases
 from fedstill.report.summary import spread
 
@@ -21,6 +22,33 @@ def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
         for name in ("training", "measuring", "other")
     }
     return _bars(groups, style, parts, "s", stacked=True)
+
+
+def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
+    """Seconds a run that each measure took: a bar a measure and group, mean over seeds."""
+    found = [seconds(g) for g in groups]
+    names = list(dict.fromkeys(n for each in found for n in each))
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": named(group),
+            "y": [plain(n) for n in names],
+            "x": [rounded(each.get(n, 0.0)) for n in names],
+            "marker": {"color": style.colour(group)},
+            "hovertemplate": f"%{{y}}, {named(group)}: %{{x:.3g}} s<extra></extra>",
+        }
+        for group, each in zip(groups, found, strict=True)
+    ]
+    about = layout(
+        barmode="group",
+        height=max(HEIGHT, 60 + 14 * len(names) * len(groups)),
+        showlegend=False,
+        hovermode="closest",
+        xaxis={"title": {"text": "seconds"}},
+        yaxis={"autorange": "reversed", "type": "category"},
+    )
+    return {"data": data, "layout": about}
 
 
 def megabytes(groups: Sequence[Group], style: Style) -> Figure:

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedstill.report.figures import Figure
+from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style
+from fedstill.report.groups import Group
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,26 @@ def stroke(colour: str, dash: str, label: str) -> Html:
         f'<line x1="0" y1="5" x2="28" y2="5" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{DASHES[dash]}"/>'
     )
     return Html(f'<span class="name"><svg width="28" height="10" aria-hidden="true">{line}</svg>{escape(label)}</span>')
+
+
+def key(groups: Sequence[Group], style: Style) -> Html | None:
+    """The lines of all groups, for figures of more than a legend holds; None for fewer."""
+    if len(groups) <= MOST_IN_LEGEND:
+        return None
+    entries = [stroke(style.colour(g), style.dash(g), g.display) for g in groups if g.started]
+    return Html(f'<p class="key">{" ".join(e.text for e in entries)}</p>')
+
+
+def labelled(group: Group, style: Style, note: str = "") -> Html:
+    """A group's name with its colour, and a note below it."""
+    small = f"<br><small>{escape(note)}</small>" if note else ""
+    return named_colour(style.colour(group), Html(f"{escape(group.label)}{small}"))
+
+
+def named_colour(colour: str, name: Cell) -> Html:
+    """A name and the colour that stands for it."""
+    swatch = f'<span class="swatch" style="background:{colour}"></span>'
+    return Html(f'<span class="name">{swatch}<span>{escape(name)}</span></span>')
 
 
 def grid(figures: Sequence[Html], kind: str = "") -> Html:

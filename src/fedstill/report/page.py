@@ -12,9 +12,14 @@ from pathlib import Path
 from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
+from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
+from fedstill.report.heterogeneity import heterogeneity
+from fedstill.report.knowledge import knowledge
+from fedstill.report.landscapes import landscape
 from fedstill.report.markup import Html, escape, facts
+from fedstill.report.weights import personal, weights
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What a browser may load for the page: nothing from anywhere else."""
@@ -49,9 +54,16 @@ def page(compared: Sequence[Group]) -> str:
         _head(compared),
         sections.results(compared, style),
         sections.over_rounds(compared, style),
+        heterogeneity(compared),
         sections.class_maps(compared, style),
         sections.split(compared),
-        sections.knowledge(compared, style),
+        knowledge(compared, style),
+        personal(compared, style),
+        weights(compared, style),
+        units(compared, style),
+        tsne(compared, style),
+        sphere(compared, style),
+        landscape(compared, style),
         sections.cost(compared, style),
         sections.failures(compared, style),
         sections.settings(compared, style),

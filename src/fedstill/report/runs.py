@@ -13,7 +13,7 @@ from typing import Any
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment import journal as journals
 from fedstill.experiment.journal import Event
-from fedstill.report.checks import check
+from fedstill.report.checks import check, check_looks
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
 
@@ -23,8 +23,8 @@ class Run:
     """One run, read from its directory.
 
     ``settings``: every resolved value by dotted key. ``start``, ``initial``: those events, empty if they are not there
-    yet. ``rounds``, ``clients``: the events of that name, in order. ``written``: when the journal was last written, in
-    seconds since 1970.
+    yet. ``rounds``, ``clients``: the events of that name, in order; ``measures``: what measures saw. ``written``: when
+    the journal was last written, in seconds since 1970.
     """
 
     folder: Path
@@ -35,6 +35,7 @@ class Run:
     clients: Sequence[Event]
     finished: bool
     written: float
+    measures: Sequence[Event] = ()
 
     @property
     def seed(self) -> int:
@@ -52,7 +53,12 @@ class Run:
         return [str(name) for name in self.start.get("classes", [])]
 
     def curve(self, key: str) -> dict[int, float]:
-        """A measure by round, where it was measured; round 0 is before training."""
+        """A measure by round, where it was measured; round 0 is before training.
+
+        ``measure/key/key``: a number that a measure saw, the mean over a round's stages where it looked more than once.
+        """
+        if "/" in key:
+            return _seen(self.measures, key)
         events = [{**self.initial, "round": 0}, *self.rounds]
         return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
 
@@ -84,12 +90,13 @@ def read(folder: Path) -> Run:
     """A run from its directory; raises CorruptFile naming the file, and the event, that is not what it should be."""
     path = folder / JOURNAL
     events = journals.read(path)
-    by_name: dict[str, list[Event]] = {"start": [], "initial": [], "round": [], "client": []}
+    by_name: dict[str, list[Event]] = {"start": [], "initial": [], "round": [], "client": [], "measure": []}
     for event in events:
         by_name.setdefault(event["event"], []).append(event)
     start = by_name["start"][0] if by_name["start"] else {}
     initial = by_name["initial"][0] if by_name["initial"] else {}
     check(path, start, initial, by_name["round"], by_name["client"])
+    check_looks(path, by_name["measure"])
     return Run(
         folder,
         _settings(folder / CONFIG),
@@ -99,7 +106,20 @@ def read(folder: Path) -> Run:
         by_name["client"],
         (folder / SUMMARY).is_file(),
         path.stat().st_mtime,
+        by_name["measure"],
     )
+
+
+def _seen(events: Sequence[Event], key: str) -> dict[int, float]:
+    measure, *path = key.split("/")
+    found: dict[int, list[float]] = {}
+    for event in events:
+        value: Any = event if event["measure"] == measure else None
+        for part in path:
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if isinstance(value, (int, float)):
+            found.setdefault(event["round"], []).append(float(value))
+    return {number: sum(each) / len(each) for number, each in found.items()}
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:

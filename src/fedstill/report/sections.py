@@ -6,11 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedstill.report import heatmaps
-from fedstill.report.costs import megabytes, seconds_by_phase
-from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, SHARE, Style, lines, over_seconds
+from fedstill.report.costs import megabytes, seconds_by_measure, seconds_by_phase
+from fedstill.report.figures import PERCENT, Style, lines, over_seconds
 from fedstill.report.groups import UNSET, Group, differing, said
-from fedstill.report.markup import Cell, Html, choice, escape, figure, folded, grid, section, sentence, stroke, table
-from fedstill.report.series import over_seeds
+from fedstill.report.knowledge import measured
+from fedstill.report.markup import (
+    Cell,
+    Html,
+    choice,
+    escape,
+    figure,
+    folded,
+    grid,
+    key,
+    labelled,
+    section,
+    sentence,
+    table,
+)
+from fedstill.report.measured import seconds as seconds_of
 from fedstill.report.summary import NONE, Measure, Row, columns, rows
 
 MOST_REASONS = 12
@@ -22,7 +36,7 @@ def results(groups: Sequence[Group], style: Style) -> Html:
     shown = columns(found)
     head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
     body = [
-        [_labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
+        [labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
         for g, r in zip(groups, found, strict=True)
     ]
     says = (
@@ -49,7 +63,7 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if _any(groups, key)
+        if measured(groups, key)
     ]
     if not figures:
         return None
@@ -57,7 +71,7 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
         "Each line is the mean over seeds, its band one standard deviation to either side. Where accuracy falls while "
         "F rises, the model lost classes that it already knew."
     )
-    return section("Learning and forgetting", sentence(says), _key(groups, style), grid(figures), name="rounds")
+    return section("Learning and forgetting", sentence(says), key(groups, style), grid(figures), name="rounds")
 
 
 def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
@@ -75,7 +89,7 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
     figures = [
-        figure([heatmaps.class_by_round(g, v) for v in views], f"{g.label}: {says}", _labelled(g, style), "classes")
+        figure([heatmaps.class_by_round(g, v) for v in views], f"{g.label}: {says}", labelled(g, style), "classes")
         for g in some
     ]
     parts = [choice("classes", "Show", views), scale, grid(figures, "small")]
@@ -98,27 +112,6 @@ def split(groups: Sequence[Group]) -> Html | None:
     return section("How the data are split", sentence(says), *parts, figures, name="split")
 
 
-def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
-    """In-local and out-local accuracy, and prediction consistency; None if nothing of it was measured."""
-    inside = "Local models after training, on classes in the proportions of their own client's data."
-    outside = "The same models on the classes that their client lacks or has little of."
-    steady = "Cosine of the class accuracies of successive global models: 1 means good at the same classes as before."
-    local = (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy"))
-    figures = [
-        figure([lines(groups, style, f"{k}_local_accuracy", f"received_{k}_local_accuracy", **PERCENT)], text, title)
-        for k, text, title in local
-        if _any(groups, f"{k}_local_accuracy")
-    ]
-    dotted = (
-        "Dotted: the global model that those clients received, on the mean of their label distributions. Where a solid "
-        "line lies below the dotted one of its colour, local training lost what the received model knew."
-    )
-    parts = [sentence(dotted) if figures else None, _key(groups, style)]
-    if _any(groups, "consistency"):
-        figures.append(figure([lines(groups, style, "consistency", **SHARE)], steady, "Prediction consistency"))
-    return section("What local training keeps", *parts, grid(figures, "small"), name="knowledge") if figures else None
-
-
 def settings(groups: Sequence[Group], style: Style) -> Html:
     """What differs between groups, and folded what does not."""
     every = [g.settings for g in groups]
@@ -126,7 +119,7 @@ def settings(groups: Sequence[Group], style: Style) -> Html:
     equal = [(k, said(v)) for k, v in every[0].items() if k not in keys]
     parts = []
     if keys:
-        head: list[Cell] = ["setting", *(_labelled(g, style) for g in groups)]
+        head: list[Cell] = ["setting", *(labelled(g, style) for g in groups)]
         body = [[k, *(said(s.get(k, UNSET)) for s in every)] for k in keys]
         parts = [sentence("The settings in which the groups differ."), table(head, body, "settings")]
     elif len(groups) == 1:
@@ -152,10 +145,13 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
         figure([seconds_by_phase(some, style)], phases, "Seconds by phase"),
         figure([megabytes(some, style)], sent, "Megabytes sent"),
     ]
-    if _any(some, "accuracy"):
+    if measured(some, "accuracy"):
         figures.insert(0, figure([over_seconds(some, style)], times, "Accuracy by seconds"))
+    if any(seconds_of(g) for g in some):
+        looked = "Of a run, mean over seeds: what each measure took; local models are measured at the clients."
+        figures.append(figure([seconds_by_measure(some, style)], looked, "Seconds by measure"))
     says = "Seconds depend on the machine and on what else ran on it; bytes do not."
-    return section("What it costs", sentence(says), _key(some, style), grid(figures, "small top"), name="cost")
+    return section("What it costs", sentence(says), key(some, style), grid(figures, "small top"), name="cost")
 
 
 def failures(groups: Sequence[Group], style: Style) -> Html | None:
@@ -166,33 +162,16 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
         counts = Counter(str(e["refused"]) for e in refused)
         for reason, count in counts.most_common(MOST_REASONS):
             own = [e for e in refused if str(e["refused"]) == reason]
-            lines.append([_labelled(group, style), reason, str(count), _ids(own, "client"), _ids(own, "round")])
+            lines.append([labelled(group, style), reason, str(count), _ids(own, "client"), _ids(own, "round")])
         if len(counts) > MOST_REASONS:
             rest = sum(counts.values()) - sum(n for _, n in counts.most_common(MOST_REASONS))
             more = f"{len(counts) - MOST_REASONS} more reasons"
-            lines.append([_labelled(group, style), more, str(rest), NONE, NONE])
+            lines.append([labelled(group, style), more, str(rest), NONE, NONE])
     if not lines:
         return None
     says = "Replies of clients that failed, or whose numbers were refused; their rounds went on without them."
     head: list[Cell] = ["", "reason", "times", "clients", "rounds"]
     return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
-
-
-def _any(groups: Sequence[Group], key: str) -> bool:
-    return any(over_seeds(g, key).rounds for g in groups)
-
-
-def _key(groups: Sequence[Group], style: Style) -> Html | None:
-    if len(groups) <= MOST_IN_LEGEND:
-        return None
-    entries = [stroke(style.colour(g), style.dash(g), g.display) for g in groups if g.started]
-    return Html(f'<p class="key">{" ".join(e.text for e in entries)}</p>')
-
-
-def _labelled(group: Group, style: Style, note: str = "") -> Html:
-    small = f"<br><small>{escape(note)}</small>" if note else ""
-    swatch = f'<span class="swatch" style="background:{style.colour(group)}"></span>'
-    return Html(f'<span class="name">{swatch}<span>{escape(group.label)}{small}</span></span>')
 
 
 def _cell(row: Row, measure: Measure) -> Cell:
