@@ -30,8 +30,8 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
     says = (
         "Every point is a test image as one of the models sees it: images lie near each other if their features are "
         "alike (joint t-SNE; distances between far points mean nothing). By class: where classes mix, models cannot "
-        "tell them apart. By model: local models that stay on top of the global one forgot little; islands of one model each are features that "
-        "no other model shares."
+        "tell them apart. By model: local models that stay on top of the global one forgot little; islands "
+        "of one model each are features that no other model shares."
     )
     figures = [
         figure(

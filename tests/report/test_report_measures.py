@@ -1,0 +1,153 @@
+"""The pictures of measures: there when a run has looked, drawn from its journal, and named when that is damaged."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+import pytest
+from run_journals import events
+
+import toys
+from fedstill.errors import CorruptFile
+from fedstill.experiment import runner
+from fedstill.report.features import smoothed
+from fedstill.report.page import write_page
+
+ALL = ["local", "alignment", "divergence", "diversity", "personal", "units", "tsne", "landscape", "sphere"]
+SECTIONS = ["heterogeneity", "knowledge", "personal", "weights", "units", "tsne", "sphere", "landscape"]
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs with every measure, over two splits; and one without any."""
+    folder = tmp_path_factory.mktemp("looked")
+    for alpha in (0.5, 5.0):
+        changes = {"partition": {"kind": "dirichlet", "alpha": alpha, "min_size": 4}, "model": "sphere_digits_cnn"}
+        experiment = toys.toy(measure=ALL, rounds=2, measure_every=1, **changes)
+        runner.run(experiment, folder / "all" / f"a{alpha}", data=toys.blobs())
+    runner.run(toys.toy(measure=[], rounds=2), folder / "none", data=toys.blobs())
+    return folder
+
+
+def sections(text: str) -> dict[str, list[dict[str, Any]]]:
+    """The figures of each section, all variants."""
+    out = {}
+    for part in re.split(r'<section id="', text)[1:]:
+        found = re.findall(r'<script type="application/json">(.*?)</script>', part, re.DOTALL)
+        out[part.partition('"')[0]] = [figure for variants in found for figure in json.loads(variants)]
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(looked: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    return sections(write_page([looked / "all"], tmp_path_factory.mktemp("page") / "r.html").read_text())
+
+
+def seen(folder: Path, measure: str) -> list[dict[str, Any]]:
+    return [e for e in events(folder) if e["event"] == "measure" and e["measure"] == measure]
+
+
+def test_each_measure_has_its_pictures_and_they_are_valid(page: dict[str, list[dict[str, Any]]]) -> None:
+    assert set(SECTIONS) < set(page)
+    for name in SECTIONS:
+        assert page[name], name
+        for figure in page[name]:
+            assert figure["data"], name
+            go.Figure(figure)
+
+
+def test_pictures_are_there_only_when_there_is_something_to_show(looked: Path, tmp_path: Path) -> None:
+    found = sections(write_page([looked / "none"], tmp_path / "r.html").read_text())
+    assert not set(found) & (set(SECTIONS) - {"knowledge"})
+    assert len(found["knowledge"]) == 1, "prediction consistency only"
+
+
+def test_lines_and_points_are_the_journals(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    run = looked / "all" / "a0.5"
+    line = page["weights"][0]["data"][0]
+    assert line["y"] == pytest.approx([e["layers"]["features"]["local"] for e in seen(run, "alignment")], abs=1e-5)
+    (scatter,) = [f for f in page["weights"] if f["data"][0]["mode"] == "markers"]
+    trace = scatter["data"][0]
+    pairs = {(e["round"], c): w for e in seen(run, "divergence") for c, w in zip(e["clients"], e["l2"], strict=True)}
+    assert {(r, c) for c, r in trace["customdata"]} == set(pairs)
+    assert trace["y"] == pytest.approx([pairs[r, c] for c, r in trace["customdata"]], abs=1e-5)
+    colours = zip(trace["customdata"], trace["marker"]["color"], strict=True)
+    shades = {r: float(colour.rpartition(",")[2][:-1]) for (_, r), colour in colours}
+    assert shades[1] < shades[2] == 1, "opacity grows with the round"
+
+
+def test_forgetting_stands_against_the_split(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    forgetting, accuracy = page["heterogeneity"]
+    (line,) = forgetting["data"]
+    last = [[e for e in events(looked / "all" / f"a{a}") if e["event"] == "round"][-1] for a in (0.5, 5.0)]
+    assert line["x"] == [0.5, 5.0]
+    assert line["y"] == pytest.approx([e["forgetting"] for e in last], abs=1e-5)
+    assert accuracy["data"][0]["y"] == pytest.approx([e["accuracy"] for e in last], abs=1e-5)
+    assert forgetting["layout"]["xaxis"]["type"] == "log"
+
+
+def test_bars_have_both_forms_and_the_spread_over_clients(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    bars = [f for f in page["knowledge"] if f["data"][0]["type"] == "bar"]
+    last = [[e for e in events(looked / "all" / f"a{a}") if e["event"] == "round"][-1] for a in (0.5, 5.0)]
+    for figure, form in zip(bars, ("", "_seen"), strict=True):
+        inside, _, everywhere = figure["data"]
+        assert inside["y"] == pytest.approx([e[f"in_local_accuracy{form}"] for e in last], abs=1e-5)
+        assert inside["error_y"]["array"] == pytest.approx([e[f"in_local_accuracy{form}_std"] for e in last], abs=1e-5)
+        assert everywhere["y"] == pytest.approx([e["accuracy"] for e in last], abs=1e-5)
+
+
+def test_every_image_is_a_point_under_every_model(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    (event,) = seen(looked / "all" / "a0.5", "tsne")
+    by_class, by_model = page["tsne"][:2]
+    points = len(event["models"]) * len(event["labels"])
+    assert sum(len(t["x"]) for t in by_class["data"]) == sum(len(t["x"]) for t in by_model["data"]) == points
+    assert {t["name"] for t in by_model["data"]} == set(event["models"])
+
+
+def test_units_are_sorted_by_the_received_model(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    (event,) = seen(looked / "all" / "a0.5", "units")
+    shown = page["units"][0]["data"][0]["z"]
+    assert shown[0] == sorted(event["classes"][0])
+    pairs = sorted(zip(*event["classes"], strict=True), key=lambda column: column[0])
+    assert [list(row) for row in zip(*pairs, strict=True)] == shown
+
+
+def test_smoothing_keeps_the_sum_and_goes_round_the_circle() -> None:
+    counts = [0.0] * 71 + [10.0]
+    found = smoothed(counts)
+    assert sum(found) == pytest.approx(10)
+    assert found[0] > 0
+    assert found[0] == pytest.approx(found[70])
+    assert max(found) == found[71]
+
+
+@pytest.mark.parametrize(
+    ("measure", "change"),
+    [
+        ("tsne", {"x": [[1.0]]}),
+        ("tsne", {"labels": None}),
+        ("sphere", {"counts": [[["a"]]]}),
+        ("units", {"classes": []}),
+        ("landscape", {"models": {"aggregated": {}}}),
+        ("landscape", {"axis": "x"}),
+        ("divergence", {"l2": [1.0]}),
+        ("divergence", {"distance": ["far"]}),
+        ("alignment", {"round": "2"}),
+        ("alignment", {"measure": None}),
+        ("alignment", {"seconds": "long"}),
+    ],
+)
+def test_a_damaged_look_is_named_with_its_journal(
+    measure: str, change: dict[str, Any], looked: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    lines = [e | change if e.get("measure") == measure else e for e in events(folder)]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl") as caught:
+        write_page([folder], tmp_path / "r.html")
+    assert "\n" not in str(caught.value)
