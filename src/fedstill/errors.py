@@ -59,6 +59,10 @@ class Refused(FedstillError):
     """A request that a site does not serve: another version or configuration, or what its own settings don't allow."""
 
 
+class DeployFailed(FedstillError):
+    """A program of Flower's that did not do what it was started for."""
+
+
 class ClientFailed(FedstillError):
     """A client that raised while it worked; the cause is chained."""
 

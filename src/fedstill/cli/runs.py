@@ -17,7 +17,15 @@ DEAR = 0.25
 
 
 @app.command
-def run(config: Path, *, out: Path | None = None, set_: Settings = (), quiet: Quiet = False) -> int:
+def run(
+    config: Path,
+    *,
+    out: Path | None = None,
+    set_: Settings = (),
+    engine: Literal["serial", "pooled", "flower"] | None = None,
+    federation: Path | None = None,
+    quiet: Quiet = False,
+) -> int:
     """Run one experiment to its end.
 
     Parameters
@@ -25,6 +33,8 @@ def run(config: Path, *, out: Path | None = None, set_: Settings = (), quiet: Qu
     config: The experiment, a TOML file.
     out: The run's directory, new or empty. Unset, one is made under runs/.
     set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
+    engine: How stages are carried out, over the file's.
+    federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
     quiet: No progress bar.
     """
     from fedstill.experiment import runner
@@ -33,6 +43,8 @@ def run(config: Path, *, out: Path | None = None, set_: Settings = (), quiet: Qu
     from fedstill.report.terminal import Bar
 
     experiment = load(config, set_)
+    given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
+    experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
     with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
         try:

@@ -28,6 +28,7 @@ from fedstill.experiment.measuring import Measuring
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.result import Result, summary_of, write_result
 from fedstill.experiment.settings import Settings, settle
+from fedstill.experiment.submitted import elsewhere, submit
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State
@@ -83,6 +84,8 @@ def run(
     runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
+    if grid is None and elsewhere(settings):
+        return submit(settings, new_directory(settings, Path(out) if out else None), False, watch or Quiet())
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
     with locked(folder):
@@ -99,6 +102,8 @@ def resume(
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
     folder = Path(directory)
     settings = settings_of(folder)
+    if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
+        return submit(settings, folder, True, watch or Quiet())
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)

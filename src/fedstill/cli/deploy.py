@@ -1,0 +1,84 @@
+"""Commands for a federation of machines: deploy init, deploy server, deploy client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+import fedstill
+from fedstill.cli.app import app
+
+deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
+app.command(deploy)
+
+Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)]
+Insecure = Annotated[bool, Parameter(negative="")]
+
+
+@deploy.command
+def init(
+    directory: Path, *, clients: int, host: Hosts = ("127.0.0.1",), listen: str = "127.0.0.1", port: int = 8443
+) -> int:
+    """Make a federation's folder: a certificate authority, the server's certificate, a key for each client.
+
+    Parameters
+    ----------
+    directory: New or empty.
+    clients: How many clients.
+    host: A name or address under which clients reach the server, for its certificate. May be repeated.
+    listen: The address that the server listens on.
+    port: The server's one port.
+    """
+    from fedstill.deploy import folder
+
+    made = folder.init(directory, clients, host, listen, port, fedstill.__version__)
+    name = str(directory)
+    print(f"{name}: the federation of {clients} clients. Keep {name}/ca.key off every other machine. Then:")
+    print(f"  fedstill deploy server {name}")
+    for client in range(clients):
+        print(f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its site")
+    print(f"  fedstill run my.toml --engine flower --federation {name}    # topology.clients = {made.clients}")
+    return 0
+
+
+@deploy.command
+def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
+    """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are listed.
+
+    Parameters
+    ----------
+    directory: The federation's folder.
+    insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
+    """
+    from fedstill.deploy import folder, programs
+
+    federation = folder.load(directory)
+    command = programs.superlink(federation, insecure_for_testing)
+    programs.write_link(federation, insecure_for_testing)
+    with programs.running(command, programs.environment(federation.server / "flwr")) as process:
+        programs.wait_for_port(federation, process)
+        for name in [] if insecure_for_testing else programs.register(federation):
+            print(f"{name} may connect from now on", flush=True)
+        print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
+        return process.wait()
+
+
+@deploy.command
+def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure = False) -> int:
+    """Start a client, Flower's SuperNode, with its key and its site.toml.
+
+    Parameters
+    ----------
+    directory: The client's folder, as `deploy init` made it.
+    wait: How many seconds to go on asking a server that does not list this client's key (yet).
+    insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
+    """
+    from fedstill.deploy import folder, programs
+    from fedstill.experiment.site import load_site
+
+    member = folder.membership(directory)
+    load_site(member.folder / "site.toml")
+    command = programs.supernode(member, insecure_for_testing)
+    return programs.keep_running(command, programs.environment(member.folder / "flwr"), wait)

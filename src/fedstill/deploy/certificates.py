@@ -1,0 +1,150 @@
+"""Certificates and keys of a federation: its own certificate authority, the server's certificate, a key per client."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstill.errors import ConfigError
+from fedstill.files import write_whole
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+DAYS = 825
+"""How long a certificate is valid, in days."""
+
+
+@dataclass(frozen=True)
+class Authority:
+    """A certificate authority: the certificate that everyone gets, and the key that signs, which nobody gets."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def require_cryptography() -> None:
+    """Raise ConfigError if the library is not here."""
+    try:
+        import cryptography  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"deploying needs Flower: pip install 'fedstill[flower]' ({error})") from error
+
+
+def make_authority(name: str, days: int = DAYS) -> Authority:
+    """A new authority, which signs certificates of servers and nothing else."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    builder = _builder(_named(name), _named(name), key.public_key(), days)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True)
+    return Authority(builder.sign(key, hashes.SHA256()), key)
+
+
+def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: int = DAYS) -> None:
+    """Write ``ca.crt``, ``server.crt`` and ``server.key``; the certificate names these hosts and addresses."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), days)
+    builder = builder.add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    server = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
+    builder = builder.add_extension(server, critical=False)
+    write_whole(folder / "ca.crt", _pem(authority.certificate))
+    write_whole(folder / "server.crt", _pem(builder.sign(authority.key, hashes.SHA256())))
+    write_secret(folder / "server.key", _private(key))
+
+
+def make_client(path: Path) -> None:
+    """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has them."""
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP384R1())
+    public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    none = serialization.NoEncryption()
+    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, none)
+    write_secret(path, private)
+    write_whole(path.with_name(path.name + ".pub"), public + b"\n")
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that its owner alone may read."""
+    before = os.umask(0o077)
+    try:
+        write_whole(path, data)
+    finally:
+        os.umask(before)
+
+
+def authority_of(folder: Path) -> Authority:
+    """The authority whose certificate and key lie in a folder, to sign the next certificate."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        certificate = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+        key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} holds no certificate authority, ca.crt and ca.key: {error}") from error
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return Authority(certificate, key)
+
+
+def write_authority(folder: Path, authority: Authority) -> None:
+    """Write ``ca.crt`` and ``ca.key``."""
+    write_whole(folder / "ca.crt", _pem(authority.certificate))
+    write_secret(folder / "ca.key", _private(authority.key))
+
+
+def _builder(
+    issuer: x509.Name, subject: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    from cryptography import x509
+
+    now = datetime.datetime.now(datetime.UTC)
+    begin, end = now - datetime.timedelta(minutes=5), now + datetime.timedelta(days=days)
+    builder = x509.CertificateBuilder().issuer_name(issuer).subject_name(subject).public_key(key)
+    return builder.serial_number(x509.random_serial_number()).not_valid_before(min(begin, end)).not_valid_after(end)
+
+
+def _named(name: str) -> x509.Name:
+    from cryptography import x509
+
+    return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, name[:64])])
+
+
+def _host(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    kinds = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return key.private_bytes(*kinds)

@@ -1,0 +1,212 @@
+"""A federation's folder: what `fedstill deploy init` writes, and what the other commands read from it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedstill.deploy import certificates
+from fedstill.errors import ConfigError, RunExists
+from fedstill.files import make_folder, write_whole
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PORT, NODE_PORT = 8443, 9100
+MAX_CLIENTS = 10_000
+
+SITE = """\
+# What this site allows, and where its data lie. Paths are relative to this folder.
+client = {client}
+memory = "memory"        # what the client remembers from round to round; must survive a restart
+
+# data = "/data/mine"    # a folder of parquet files, of images by class, or an .npz; unset: trials on public data only
+# public = "/data/public"  # the public set, where a method needs one: a copy of the server's
+# accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
+# imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
+"""
+
+APP = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedstill-app"
+version = "{version}"
+description = "fedstill on Flower: all it does is in the installed library"
+license = "Apache-2.0"
+dependencies = ["fedstill[flower]=={version}"]
+
+[tool.hatch.build.targets.wheel]
+packages = ["fedstill_app"]
+
+[tool.flwr.app]
+publisher = "fedstill"
+
+[tool.flwr.app.components]
+serverapp = "fedstill_app.server_app:app"
+clientapp = "fedstill_app.client_app:app"
+
+[tool.flwr.app.config]
+config = '''
+{config}'''
+out = ""          # the run's directory on the server; empty: one is made under runs/
+resume = false
+"""
+
+SIDE = '''\
+"""The {side} of fedstill."""
+
+from fedstill.experiment.flower_apps import {side} as app
+
+__all__ = ["app"]
+'''
+
+TRIAL = """\
+rounds = 2
+threads = 1
+
+[data]
+name = "digits"
+
+[topology]
+clients = {clients}
+"""
+
+
+@dataclass(frozen=True)
+class Federation:
+    """``hosts``: names and addresses under which clients reach the server, the first of them preferred. ``listen``: the
+    address the server listens on. ``port``: its one port. ``folder``: where all this lies.
+    """
+
+    folder: Path
+    hosts: tuple[str, ...]
+    listen: str
+    port: int
+    clients: int
+
+    @property
+    def address(self) -> str:
+        """Host and port as clients and the operator's commands reach the server."""
+        return f"{self.hosts[0]}:{self.port}"
+
+    @property
+    def app(self) -> Path:
+        """The Flower app that runs are submitted as."""
+        return self.folder / "flower-app"
+
+    @property
+    def server(self) -> Path:
+        """What only the server needs: certificate, key, database, Flower's own settings."""
+        return self.folder / "server"
+
+    def client(self, client: int) -> Path:
+        """The folder to bring to a client's machine."""
+        return self.folder / f"client{client}"
+
+
+def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str) -> Federation:
+    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for names that are none."""
+    certificates.require_cryptography()
+    if not 1 <= clients <= MAX_CLIENTS:
+        raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
+    for host in (*hosts, listen):
+        if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
+            raise ConfigError(f"{host!r} is no host name or address")
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port {port} must be from 1 to 65535")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunExists(f"{folder} is not empty; choose another folder")
+    federation = Federation(folder.resolve(), tuple(hosts), listen, port, clients)
+    make_folder(federation.server / "allowed")
+    authority = certificates.make_authority(f"fedstill {hosts[0]}")
+    certificates.write_authority(federation.folder, authority)
+    names = dict.fromkeys((*hosts, *(LOOPBACK if is_loopback(listen) else ())))
+    certificates.make_server(federation.server, authority, list(names))
+    for client in range(clients):
+        _make_client(federation, client)
+    write_app(federation.app, clients, version)
+    values = {k: v for k, v in asdict(federation).items() if k != "folder"}
+    write_whole(federation.folder / "federation.toml", tomli_w.dumps(values | {"hosts": list(hosts)}).encode())
+    return federation
+
+
+def load(folder: Path) -> Federation:
+    """The federation in a folder; raises ConfigError if there is none."""
+    values = _read(folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`")
+    try:
+        hosts = tuple(str(h) for h in values["hosts"])
+        federation = Federation(folder.resolve(), hosts, str(values["listen"]), values["port"], values["clients"])
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{folder / 'federation.toml'} is not one: {error}") from error
+    return federation
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A client's folder: which server it belongs to, and where its own small server for its apps listens."""
+
+    folder: Path
+    client: int
+    address: str
+    port: int
+
+    @property
+    def key(self) -> Path:
+        """The client's private key."""
+        return self.folder / "client.key"
+
+
+def membership(folder: Path) -> Membership:
+    """The membership in a client's folder; raises ConfigError if there is none."""
+    values = _read(folder / "client.toml", "give a folder clientN that `fedstill deploy init` made")
+    try:
+        return Membership(folder.resolve(), int(values["client"]), str(values["address"]), int(values["port"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine, reached by nobody else."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def write_app(folder: Path, clients: int, version: str) -> None:
+    """Write the Flower app: ``flwr run`` in its folder runs a trial; it holds no code but two imports."""
+    make_folder(folder / "fedstill_app")
+    trial = TRIAL.format(clients=clients)
+    write_whole(folder / "pyproject.toml", APP.format(version=version, config=trial).encode())
+    write_whole(folder / "fedstill_app" / "__init__.py", b'"""fedstill as a Flower app."""\n')
+    for side in ("client_app", "server_app"):
+        write_whole(folder / "fedstill_app" / f"{side}.py", SIDE.format(side=side).encode())
+
+
+def _make_client(federation: Federation, client: int) -> None:
+    folder = federation.client(client)
+    make_folder(folder)
+    certificates.make_client(folder / "client.key")
+    write_whole(folder / "ca.crt", (federation.server / "ca.crt").read_bytes())
+    write_whole(folder / "site.toml", SITE.format(client=client).encode())
+    values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
+    write_whole(folder / "client.toml", tomli_w.dumps(values).encode())
+    allowed = federation.server / "allowed" / f"client{client}.pub"
+    write_whole(allowed, (folder / "client.key.pub").read_bytes())
+
+
+def _read(path: Path, remedy: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {remedy}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error

@@ -1,0 +1,300 @@
+"""What a site accepts, and what it refuses with one clear line; a site with data of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedstill
+import toys
+from fedstill.engines.flower.records import content, header_and_payload
+from fedstill.engines.flower.requests import Answer, Request
+from fedstill.errors import BadPayload, ConfigError
+from fedstill.experiment.config import Experiment, as_toml
+from fedstill.experiment.facts import Facts
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.settings import Settings, settle
+from fedstill.experiment.site import Clerk, Site, load_site
+from fedstill.files import digest
+from fedstill.method import census_stage
+from fedstill.records import Payload, Stage
+from flowers import needs_flower
+
+CLIENTS = 3
+
+
+def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
+    experiment = toys.toy(method, topology={"clients": CLIENTS, "sampled": CLIENTS}, **changes)
+    return settle(replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})}))
+
+
+def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
+    config = as_toml(settings.tree)
+    ready = prepare(settings, toys.blobs())
+    down = Payload(params=ready.world.initial(client))
+    stage = Stage(1, 0, "train", tuple(range(CLIENTS)))
+    made = Request(fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down)
+    return replace(made, **changes)
+
+
+def clerk(tmp_path: Path, **site: Any) -> Clerk:
+    return Clerk(Site(0, tmp_path / "memory", **site), toys.blobs())
+
+
+def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_path: Path) -> None:
+    request = request_of(settings_of())
+    first = clerk(tmp_path)(request)
+    assert first.failure == ""
+    assert first.examples > 0
+    (kept,) = tmp_path.rglob("*.reply")
+    before = kept.stat().st_mtime_ns
+    again = clerk(tmp_path)(request)
+    assert kept.stat().st_mtime_ns == before
+    assert again.header() == first.header(), "seconds and all: it is the kept one"
+    assert all(torch.equal(again.up.params[k], first.up.params[k]) for k in first.up.params)
+
+
+def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(tmp_path: Path) -> None:
+    request = request_of(settings_of())
+    first = clerk(tmp_path)(request)
+    moved = Payload(params={k: v + 1 for k, v in request.down.params.items()})
+    second = clerk(tmp_path)(replace(request, down=moved))
+    assert not all(torch.equal(second.up.params[k], first.up.params[k]) for k in first.up.params)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another version": ({"version": "9.9"}, {}, r"the server runs fedstill 9\.9, this site \d.*install the same"),
+    "another hash": ({"sha": "0" * 64}, {}, "the configuration is not the one that its SHA-256 names"),
+    "not accepted": ({}, {"accept": ("1" * 64,)}, r"this site has not accepted the configuration [0-9a-f]{64}"),
+    "another client": ({"client": 1}, {}, "this site is client 0, not client 1"),
+    "not acting": ({"stage": Stage(1, 0, "train", (1, 2))}, {}, "client 0 does not act in stage 'train'"),
+    "no such stage": ({"stage": Stage(1, 0, "spy", (0, 1, 2))}, {}, "stage 'spy' is not in the schedule of round 1"),
+    "labels": ({"stage": Stage(0, 0, "census", (0, 1, 2))}, {}, "needs no label counts, so they stay here"),
+    "own data only": ({}, {"data": "/data/mine"}, "trains on its own data only: set flower.data = 'sites'"),
+    "memory": ({"memory": ("client0-round0-stage0.safetensors", "0" * 64)}, {}, "the memory that counts, .* cannot be"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_it_refuses_with_one_line(what: str, tmp_path: Path) -> None:
+    changes, site, line = REFUSED[what]
+    answer = clerk(tmp_path, **site)(request_of(settings_of(), **changes))
+    assert answer.examples == 0
+    assert not answer.up
+    with pytest.raises(AssertionError, match=line):
+        raise AssertionError(answer.failure)
+
+
+def test_a_census_is_answered_where_the_method_needs_it(tmp_path: Path) -> None:
+    settings = settings_of("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
+    ready = prepare(settings, toys.blobs())
+    request = request_of(settings, stage=census_stage(ready.world), down=Payload())
+    answer = clerk(tmp_path)(request)
+    assert answer.up.tensor("labels").tolist() == ready.sites.counts(0).tolist()
+
+
+OWN = """
+from dataclasses import dataclass
+from fedstill.methods.fedavg import FedAvg
+
+open({marker!r}, "w").close()
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    pass
+"""
+
+
+def test_code_runs_only_where_the_site_lists_it(tmp_path: Path) -> None:
+    marker, file = tmp_path / "imported", tmp_path / "mine.py"
+    file.write_text(OWN.format(marker=str(marker)))
+    name = f"{file}:Mine"
+    request = request_of(settings_of())
+    config = request.config.replace('name = "fedavg"', f'name = "{name}"')
+    request = replace(request, config=config, sha=digest(config.encode()))
+    assert "names code, " in (why := clerk(tmp_path)(request).failure)
+    assert "does not list under imports" in why
+    assert not marker.exists(), "a refused file is not even imported"
+    assert clerk(tmp_path, imports=(name,))(request).failure == ""
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    "edit", [("seed = 7", "seed = 7.5"), ("seed = 7", "sede = 7"), ("rounds = 3", "rounds = 3\nx = 1")]
+)
+def test_a_configuration_that_does_not_resolve_here_is_refused(edit: tuple[str, str], tmp_path: Path) -> None:
+    request = request_of(settings_of())
+    config = request.config.replace(*edit)
+    assert config != request.config
+    answer = clerk(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+    assert answer.failure
+
+
+def test_a_configuration_that_resolves_to_something_else_is_refused(tmp_path: Path) -> None:
+    request = request_of(settings_of())
+    config = request.config.replace("measure_every = 2\n", "")
+    answer = clerk(tmp_path)(replace(request, config=config, sha=digest(config.encode())))
+    assert "resolves to other values at this site" in answer.failure
+
+
+def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
+    """A client's part of the blobs as a site's own folder."""
+    part = ready.sites.train.take(ready.sites.parts[client])
+    folder.mkdir(parents=True)
+    arrays = {"train": part, "test": test}
+    named = {f"{s}_images": e.images[:, 0].numpy() for s, e in arrays.items()}
+    np.savez(folder / "data.npz", **named, **{f"{s}_labels": e.labels.numpy() for s, e in arrays.items()})
+    return folder
+
+
+def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
+    settings = settings_of(method, **changes)
+    tree = {**settings.tree, "flower": {**settings["flower"], "federation": "/federation", "data": "sites"}}
+    return settle(Experiment(**tree))
+
+
+def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_labels(tmp_path: Path) -> None:
+    ready = prepare(settings_of(), toys.blobs())
+    simulated = clerk(tmp_path / "a")(request_of(ready.settings))
+    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    settings = on_sites()
+    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
+    request = request_of(settings, facts=facts)
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(request)
+    assert answer.failure == ""
+    assert answer.examples == simulated.examples
+    assert all(torch.equal(answer.up.params[k], simulated.up.params[k]) for k in simulated.up.params)
+    assert 0 <= answer.metrics["site_accuracy"] <= 1
+    assert "label_counts" not in answer.metrics
+    assert "correct_by_class" not in answer.metrics
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        ({"shape": [3, 4, 4]}, r"images at this site have shape \(1, 4, 4\), not \(3, 4, 4\)"),
+        ({"classes": ["a", "b"]}, "has a class '0' that the server does not list"),
+    ],
+)
+def test_data_of_another_kind_are_refused(facts: dict[str, Any], line: str, tmp_path: Path) -> None:
+    folder = own_data(tmp_path / "own", prepare(settings_of(), toys.blobs()), 0, toys.blobs().test)
+    settings = on_sites()
+    known = {**Facts.known_by(prepare(settings, toys.blobs())).plain(), **facts}
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(request_of(settings, facts=known))
+    with pytest.raises(AssertionError, match=line):
+        raise AssertionError(answer.failure)
+
+
+def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
+    ready = prepare(settings_of(), toys.blobs())
+    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    settings = on_sites("toy_logits", data={"public": toys.PUBLIC}, rounds=2)
+    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
+    stage = Stage(1, 0, "local", (0, 1, 2))
+    request = request_of(settings, facts=facts, stage=stage, down=Payload())
+    site = Site(0, tmp_path / "memory", data=str(folder))
+    assert "needs the public set" in Clerk(site)(request).failure
+    assert "is not the server's" in Clerk(replace(site, public=str(folder)))(request).failure
+    public = prepare(settings, toys.blobs()).sites.public
+    assert public is not None
+    right = tmp_path / "public"
+    right.mkdir()
+    images, labels = public.images[:, 0].numpy(), public.labels.numpy()
+    np.savez(right / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
+    assert Clerk(replace(site, public=str(right)))(request).failure == ""
+
+
+def test_class_names_make_labels_the_same_at_all_sites() -> None:
+    from fedstill.data.sources import from_tensors
+    from fedstill.experiment.facts import labels_of
+
+    images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
+    own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])
+    facts = Facts(("naevus", "keratosis", "melanoma"), (1, 4, 4))
+    assert labels_of(own, own.train, facts).tolist() == [2, 0, 2, 0]
+
+
+def test_a_site_toml_is_read_with_paths_relative_to_it_and_wrong_keys_are_named(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    path = tmp_path / "site.toml"
+    path.write_text('client = 2\nmemory = "memory"\ndata = "own"\n')
+    assert load_site(path) == Site(2, tmp_path / "memory", str(tmp_path / "own"))
+    path.write_text('client = 2\nmemory = "memory"\nacept = []\n')
+    with pytest.raises(ConfigError, match=r"unknown key 'site.toml.acept'; did you mean 'accept'"):
+        load_site(path)
+
+
+@needs_flower
+def test_requests_and_answers_survive_the_wire() -> None:
+    request = request_of(settings_of(), facts={"classes": ["a"]}, memory=("client0-round1-stage0.safetensors", "ab"))
+    back = Request.of(*header_and_payload(content(request), 1 << 30))
+    assert back.digest() == request.digest()
+    assert list(back.down.params) == list(request.down.params)
+    answer = Answer(0, 1, 0, Payload(b=torch.ones(2), a=1.5), 3, {"loss": {"ce": float("nan")}}, ("x.safetensors", "y"))
+    assert Answer.of(*header_and_payload(content(answer), 1 << 30)).header() == answer.header()
+
+
+@needs_flower
+def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+
+    good = content(Answer(0, 1, 0, Payload(a=1)))
+    three = ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})
+    for bad, line in [
+        (RecordDict({}), "holds other records"),
+        (RecordDict({**good, "more": ConfigRecord({})}), "holds other records"),
+        (RecordDict({**good, "header": ConfigRecord({"json": 3})}), "holds other records"),
+        (
+            RecordDict({**good, "groups": ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})}),
+            "too few for a payload",
+        ),
+    ]:
+        with pytest.raises(BadPayload, match=line):
+            header_and_payload(bad, 1 << 20)
+    with pytest.raises(BadPayload, match="over the limit of 10"):
+        header_and_payload(good, 10)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"client": true}',
+        Answer(0, 1, 0).header().replace('"examples": 0', '"examples": -1'),
+        Answer(0, 1, 0, metrics={"label_counts": [1], "correct_by_class": []}).header(),
+        Answer(0, 1, 0, metrics={"refused": "no"}).header(),
+        Answer(0, 1, 0, metrics={"seconds": "long"}).header(),
+        Answer(0, 1, 0, metrics={"mine": [[[[1]]]]}).header(),
+        Answer(0, 1, 0, memory=("../../etc/passwd", "x")).header(),
+        Answer(0, 1, 0, memory=("A b", "x")).header(),
+    ],
+)
+def test_a_malformed_header_is_refused(header: str) -> None:
+    with pytest.raises(BadPayload):
+        Answer.of(header, Payload())
+
+
+def test_the_run_of_a_request_cannot_be_a_path() -> None:
+    request = request_of(settings_of(), run="../x")
+    with pytest.raises(BadPayload, match="letters and digits"):
+        Request.of(request.header(), request.down)
+
+
+def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> None:
+    from fedstill.engines.flower.desk import Desk
+
+    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    versions = []
+    for round in range(1, 6):
+        asked = replace(request, stage=Stage(round, 0, "train", (0, 1, 2)), memory=versions[0] if versions else None)
+        versions.append(desk.keep(asked, Answer(0, round, 0), Payload(round=round)).memory)
+    there = sorted(p.name for p in desk.place.glob("*.safetensors"))
+    assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
+    assert desk.remembered(versions[0]).number("round") == 1
