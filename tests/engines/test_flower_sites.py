@@ -250,7 +250,7 @@ def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
         (RecordDict({**good, "more": ConfigRecord({})}), "holds other records"),
         (RecordDict({**good, "header": ConfigRecord({"json": 3})}), "holds other records"),
         (
-            RecordDict({**good, "groups": ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})}),
+            RecordDict({**good, "groups": three}),
             "too few for a payload",
         ),
     ]:

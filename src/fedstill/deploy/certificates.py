@@ -48,6 +48,7 @@ def make_authority(name: str, days: int = DAYS) -> Authority:
     builder = _builder(_named(name), _named(name), key.public_key(), days)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     builder = builder.add_extension(usage, critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     return Authority(builder.sign(key, hashes.SHA256()), key)
 
 
@@ -61,6 +62,8 @@ def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: 
     builder = _builder(authority.certificate.subject, _named(hosts[0]), key.public_key(), days)
     builder = builder.add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key())
+    builder = builder.add_extension(signer, critical=False)
     server = x509.ExtendedKeyUsage([x509.oid.ExtendedKeyUsageOID.SERVER_AUTH])
     builder = builder.add_extension(server, critical=False)
     write_whole(folder / "ca.crt", _pem(authority.certificate))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ LINK = "fedstill"
 
 REFUSED = b"[code: 2004]"
 """What a SuperNode says before it ends if the server does not list its key."""
+
+ECHO_SECONDS = 5.0
 
 SECONDS = 180.0
 """How long one of the operator's commands may take; on a busy machine it takes a minute."""
@@ -151,18 +154,27 @@ def keep_running(command: Sequence[str], env: Mapping[str, str], wait: float) ->
     """
     until = time.monotonic() + wait
     while True:
-        refused = False
+        said: list[bytes] = []
         with running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            for line in process.stdout or ():
-                refused = refused or REFUSED in line
-                sys.stdout.buffer.write(line)
-                sys.stdout.buffer.flush()
+            # a thread of its own: what the program has started may outlive it, and hold the pipe open
+            echo = threading.Thread(target=_echo, args=(process, said), daemon=True)
+            echo.start()
             status = process.wait()
-        if not refused:
+        echo.join(ECHO_SECONDS)
+        if not said:
             return status
         if time.monotonic() >= until:
             raise DeployFailed("the server refuses this client: its key is not listed in the server's folder, allowed")
         time.sleep(min(5.0, max(0.0, until - time.monotonic())))
+
+
+def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:
+    """Pass a program's output on, and note a line that says it was refused."""
+    for line in process.stdout or ():
+        if REFUSED in line:
+            said.append(line)
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:

@@ -21,8 +21,8 @@ from fedstill.files import digest, remove
 if TYPE_CHECKING:
     from fedstill.experiment.runner import Progress
 
-LOOK, ASK = 1.0, 15.0
-"""Seconds between looks at the journal, and between questions to the server."""
+LOOK, ASK, START = 1.0, 15.0, 60.0
+"""Seconds between looks at the journal, between questions to the server, and for it to start."""
 
 
 def elsewhere(settings: Settings) -> bool:
@@ -42,10 +42,22 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
     path = federation.server / f"submit-{digest(str(folder.resolve()).encode())[:12]}.toml"
     path.write_text(tomli_w.dumps(values))
     try:
-        answer = programs.flwr(federation, "run", str(federation.app), programs.LINK, "--run-config", str(path))
+        answer = _when_it_listens(federation, "run", str(federation.app), programs.LINK, "--run-config", str(path))
     finally:
         remove(path)
     return _follow(federation, str(answer["run-id"]), settings["rounds"], folder, watch)
+
+
+def _when_it_listens(federation: Federation, *arguments: str) -> Any:
+    """What a command answers, asked again for a while if the server is not there (yet)."""
+    until = time.monotonic() + START
+    while True:
+        try:
+            return programs.flwr(federation, *arguments)
+        except DeployFailed as error:
+            if "unavailable" not in str(error) or time.monotonic() >= until:
+                raise
+            time.sleep(LOOK)
 
 
 def _follow(federation: Federation, run: str, rounds: int, folder: Path, watch: Progress) -> Result:

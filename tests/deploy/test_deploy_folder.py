@@ -1,0 +1,166 @@
+"""A federation's folder and the commands made from it: safe by default, and refused by name where they would not be."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+import stat
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedstill.cli import call
+from fedstill.deploy import certificates, folder, programs
+from fedstill.errors import ConfigError, RunExists
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+
+def made(path: Path, **changes: object) -> folder.Federation:
+    values = {"clients": 2, "hosts": ("127.0.0.1",), "listen": "127.0.0.1", "port": 8443, "version": "1.0"}
+    return folder.init(path, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_init_makes_what_the_commands_read(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", hosts=("fed.example.org", "10.0.0.5"), listen="0.0.0.0")
+    assert folder.load(tmp_path / "fed") == federation
+    member = folder.membership(federation.client(1))
+    assert (member.client, member.address, member.port) == (1, "fed.example.org:8443", 9101)
+    assert member.key.read_text().startswith("-----BEGIN OPENSSH PRIVATE KEY-----")
+    allowed = (federation.server / "allowed" / "client1.pub").read_text()
+    assert allowed == member.key.with_name("client.key.pub").read_text()
+    assert allowed.startswith("ecdsa-sha2-nistp384 ")
+
+
+def test_secrets_are_their_owners_alone_and_leave_with_nobody_else(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    secrets = [federation.folder / "ca.key", federation.server / "server.key", *federation.folder.glob("*/client.key")]
+    assert len(secrets) == 4
+    assert {stat.S_IMODE(p.stat().st_mode) for p in secrets} == {0o600}
+    theirs = sorted(p.name for p in federation.client(0).iterdir())
+    assert theirs == ["ca.crt", "client.key", "client.key.pub", "client.toml", "site.toml"]
+
+
+def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path: Path) -> None:
+    from cryptography import x509
+    from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+
+    federation = made(tmp_path / "fed", hosts=("fed.example.org", "10.0.0.5"), listen="0.0.0.0")
+    server = x509.load_pem_x509_certificate((federation.server / "server.crt").read_bytes())
+    authority = x509.load_pem_x509_certificate((federation.folder / "ca.crt").read_bytes())
+    builder = PolicyBuilder().store(Store([authority]))
+    builder.build_server_verifier(x509.DNSName("fed.example.org")).verify(server, [])
+    with pytest.raises(VerificationError):
+        builder.build_server_verifier(x509.DNSName("other.example.org")).verify(server, [])
+    stranger = PolicyBuilder().store(Store([certificates.make_authority("stranger").certificate]))
+    with pytest.raises(VerificationError):
+        stranger.build_server_verifier(x509.DNSName("fed.example.org")).verify(server, [])
+    later = builder.time(datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=certificates.DAYS + 1))
+    with pytest.raises(VerificationError):
+        later.build_server_verifier(x509.DNSName("fed.example.org")).verify(server, [])
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"clients": 0}, "--clients 0 must be from 1"),
+        ({"hosts": ("a b",)}, "'a b' is no host name or address"),
+        ({"port": 0}, "--port 0 must be from 1 to 65535"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_made(
+    changes: dict[str, object], line: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=line):
+        made(tmp_path / "fed", **changes)
+    assert not (tmp_path / "fed").exists()
+
+
+def test_a_used_folder_is_not_touched(tmp_path: Path) -> None:
+    made(tmp_path / "fed")
+    before = (tmp_path / "fed/ca.crt").read_bytes()
+    with pytest.raises(RunExists, match="is not empty"):
+        made(tmp_path / "fed")
+    assert (tmp_path / "fed/ca.crt").read_bytes() == before
+
+
+def test_the_server_starts_with_tls_and_listed_keys_unless_told_otherwise(tmp_path: Path) -> None:
+    command = programs.superlink(made(tmp_path / "fed"), insecure=False)
+    assert {"--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile", "--enable-supernode-auth"} <= set(command)
+    assert "--disable-runtime-dependency-installation" in command
+    assert "--insecure" not in command
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "server.crt", "server.key", "allowed/client0.pub"])
+def test_the_server_does_not_start_without_certificates_or_a_list(name: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", clients=1)
+    (federation.server / name).unlink()
+    with pytest.raises(ConfigError, match=r"without .* the server does not start"):
+        programs.superlink(federation, insecure=False)
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "client.key"])
+def test_a_client_does_not_start_without_its_key_or_the_authority(name: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    (federation.client(0) / name).unlink()
+    with pytest.raises(ConfigError, match="without it the client does not start"):
+        programs.supernode(folder.membership(federation.client(0)), insecure=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.4", "fed.example.org", "::"])
+def test_without_tls_nothing_starts_that_others_can_reach(host: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", listen=host, hosts=(host,))
+    with pytest.raises(ConfigError, match="for this machine alone"):
+        programs.superlink(federation, insecure=True)
+    with pytest.raises(ConfigError, match="for this machine alone"):
+        programs.supernode(folder.membership(federation.client(0)), insecure=True)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.9.9.9"])
+def test_without_tls_it_starts_on_a_loopback_address_when_told(host: str, tmp_path: Path) -> None:
+    federation = replace(made(tmp_path / "fed"), listen=host)
+    assert programs.superlink(federation, insecure=True)[-1] == "--insecure"
+
+
+def test_programs_report_to_nobody_and_install_nothing(tmp_path: Path) -> None:
+    env = programs.environment(tmp_path)
+    assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
+    assert (env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"], env["RAY_USAGE_STATS_ENABLED"]) == ("1", "0")
+
+
+def test_the_app_is_a_flower_app_of_two_imports(tmp_path: Path) -> None:
+    from flwr.cli.config_utils import load_and_validate
+
+    federation = made(tmp_path / "fed", clients=3)
+    config, *_ = load_and_validate(federation.app / "pyproject.toml", check_module=True)
+    assert config["tool"]["flwr"]["app"]["components"]["clientapp"] == "fedstill_app.client_app:app"
+    trial = tomllib.loads(config["tool"]["flwr"]["app"]["config"]["config"])
+    assert trial["topology"]["clients"] == 3
+    lines = [p.read_text() for p in (federation.app / "fedstill_app").glob("*_app.py")]
+    assert all(len(text.splitlines()) <= 6 for text in lines)
+
+
+def test_the_command_line_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = str(tmp_path / "fed")
+    assert call(["deploy", "init", place, "--clients", "3", "--host", "fed.example.org", "--listen", "0.0.0.0"]) == 0
+    said = capsys.readouterr().out
+    assert f"fedstill deploy server {place}" in said
+    assert f"fedstill deploy client {place}/client2" in said
+    assert call(["deploy", "server", place, "--insecure-for-testing"]) == 2
+    assert call(["deploy", "client", str(tmp_path)]) == 2
+    assert "give a folder clientN that `fedstill deploy init` made" in capsys.readouterr().err
+
+
+def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:
+    import subprocess
+    import sys
+
+    code = "import fedstill, sys; from fedstill.cli import call; call(['--help']); call(['run', '--help']);"
+    code += "print([m for m in ('flwr', 'ray', 'cryptography', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
