@@ -28,6 +28,7 @@ from fedstill.experiment.measuring import Measuring
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.result import Result, summary_of, write_result
 from fedstill.experiment.settings import Settings, settle
+from fedstill.experiment.simulated import simulate
 from fedstill.experiment.submitted import elsewhere, submit
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
@@ -85,7 +86,10 @@ def run(
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
     if grid is None and elsewhere(settings):
-        return submit(settings, new_directory(settings, Path(out) if out else None), False, watch or Quiet())
+        made = new_directory(settings, Path(out) if out else None)
+        if elsewhere(settings) == "ray":
+            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray))
+        return submit(settings, made, False, watch or Quiet())
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
     with locked(folder):
@@ -103,6 +107,8 @@ def resume(
     folder = Path(directory)
     settings = settings_of(folder)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
+        if elsewhere(settings) == "ray":
+            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray))
         return submit(settings, folder, True, watch or Quiet())
     with locked(folder):
         if (folder / "summary.json").is_file():

@@ -1,4 +1,4 @@
-"""Runs that others carry out: submitted to a federation's server, or to Ray; followed here until they end."""
+"""A run that a federation's server carries out: submitted to it, and followed from here until it ends."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ LOOK, ASK, START = 1.0, 15.0, 60.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
 
 
-def elsewhere(settings: Settings) -> bool:
-    """Whether a run is done by a federation's server, and not in this process."""
-    return settings["engine"] == "flower" and bool(settings["flower"]["federation"])
+def elsewhere(settings: Settings) -> str:
+    """Who does a run that is not done in this process: a federation's server, or Ray; empty: this process does."""
+    if settings["engine"] != "flower":
+        return ""
+    return "federation" if settings["flower"]["federation"] else settings["flower"]["grid"].replace("loopback", "")
 
 
 def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:

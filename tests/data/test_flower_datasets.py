@@ -1,0 +1,55 @@
+"""Partitioners of Flower Datasets as splits: the parts are theirs, wrong names and options are named."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+from fedstill.data.partition.flower_datasets import flower_datasets
+from fedstill.errors import ConfigError, UnknownName
+
+pytestmark = pytest.mark.skipif(
+    find_spec("flwr_datasets") is None,
+    reason="Flower Datasets is not installed: pip install 'fedstill[flower-datasets]', as make test does",
+)
+LABELS = np.random.RandomState(0).randint(0, 5, 400)
+
+
+@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("IidPartitioner", {}),
+        ("DirichletPartitioner", {"alpha": 0.5, "min_partition_size": 5}),
+        ("PathologicalPartitioner", {"num_classes_per_partition": 2}),
+        ("ShardPartitioner", {"num_shards_per_partition": 2}),
+        ("LinearPartitioner", {}),
+    ],
+)
+def test_the_parts_are_the_partitioners_own(name: str, options: dict[str, object]) -> None:
+    import datasets
+    from flwr_datasets import partitioner as known
+
+    parts = flower_datasets(LABELS, 5, 3, name, options)  # type: ignore[arg-type]
+    again = flower_datasets(LABELS, 5, 3, name, options)  # type: ignore[arg-type]
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+    together = np.concatenate(parts)
+    assert len(np.unique(together)) == len(together)
+    kind = getattr(known, name)
+    more = {"partition_by": "label", "seed": 3} if name not in ("IidPartitioner", "LinearPartitioner") else {}
+    theirs = kind(num_partitions=5, **more, **options)
+    theirs.dataset = datasets.Dataset.from_dict({"label": LABELS, "at": np.arange(len(LABELS))})
+    assert [list(theirs.load_partition(i)["at"]) for i in range(5)] == [p.tolist() for p in parts]
+
+
+def test_what_cannot_be_is_named() -> None:
+    with pytest.raises(UnknownName, match="did you mean 'DirichletPartitioner'"):
+        flower_datasets(LABELS, 5, 3, "DirichletPartioner")
+    with pytest.raises(UnknownName, match="unknown option 'alfa'"):
+        flower_datasets(LABELS, 5, 3, "DirichletPartitioner", {"alfa": 0.5})
+    with pytest.raises(ConfigError, match="partition DirichletPartitioner refuses"):
+        flower_datasets(LABELS, 5, 3, "DirichletPartitioner", {"alpha": -1.0})
+    with pytest.raises(ConfigError, match=r"makes 5 parts, not one for each of 4 clients"):
+        flower_datasets(LABELS, 4, 3, "NaturalIdPartitioner")
