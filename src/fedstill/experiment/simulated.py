@@ -28,9 +28,8 @@ def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Call
     try:
         import ray  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            f"flower.grid = 'ray' needs Ray: pip install 'fedstill[flower-simulation]' ({error})"
-        ) from error
+        remedy = "pip install 'fedstill[flower-simulation]'"
+        raise ConfigError(f"flower.grid = 'ray' needs Ray: {remedy} ({error})") from error
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 

@@ -1,0 +1,86 @@
+"""Seconds and bytes of a round and of a hop, by how messages travel: in process, loopback grid, Ray, deployed.
+
+``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a federation whose server
+and clients are running (made with as many clients as ``--clients``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read
+from fedstill.experiment.runner import run
+
+ROUNDS = 3
+
+
+def experiment(topology: str, clients: int, engine: str, **flower: Any) -> Experiment:
+    """Digits, one epoch, three rounds: little training, so that what is left is the way."""
+    return Experiment(
+        rounds=ROUNDS,
+        seed=1,
+        threads=1,
+        measure=(),
+        engine=engine,
+        flower=flower,
+        method="fedavg",
+        data="digits",
+        partition={"kind": "iid"},
+        topology={"kind": topology, "clients": clients, "sampled": clients},
+        plan={"epochs": 1},
+    )
+
+
+def measured(what: Experiment) -> tuple[float, float, int]:
+    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both ways."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(what, Path(folder) / "run")
+        events = read(Path(folder) / "run" / "journal.jsonl")
+    rounds = [e for e in events if e["event"] == "round"]
+    hops = sum(e["event"] == "client" for e in events) / len(rounds)
+    seconds = median(e["seconds_training"] for e in rounds)
+    return seconds, seconds / hops, rounds[-1]["bytes_up"] + rounds[-1]["bytes_down"]
+
+
+def wire(what: Experiment) -> tuple[int, int]:
+    """Serialised bytes a round, down and up, over a loopback grid."""
+    from fedstill.engines.flower.loopback import LoopbackGrid
+    from fedstill.experiment.carried import trial_app
+    from fedstill.experiment.settings import settle
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = settle(what)
+        grid = LoopbackGrid(trial_app(settings, None, Path(folder) / "sites"), range(settings.clients))
+        run(what, Path(folder) / "run", grid=grid)  # type: ignore[arg-type]
+        return grid.bytes_down // ROUNDS, grid.bytes_up // ROUNDS
+
+
+def main() -> None:
+    """Print one table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--ray", action="store_true")
+    parser.add_argument("--deployed", type=Path)
+    given = parser.parse_args()
+    ways: dict[str, dict[str, Any]] = {"in process": {"engine": "serial"}, "loopback grid": {"engine": "flower"}}
+    if given.ray:
+        ways["Ray"] = {"engine": "flower", "grid": "ray"}
+    if given.deployed:
+        ways["deployed"] = {"engine": "flower", "federation": str(given.deployed.resolve())}
+    print(f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} {'payload bytes a round':>22}")
+    for topology in ("parallel", "sequential"):
+        for name, values in ways.items():
+            seconds, hop, size = measured(experiment(topology, given.clients, **values))
+            print(f"{name:<14} {topology:<11} {seconds:>10.3f} {hop:>8.3f} {size:>22,}", flush=True)
+        down, up = wire(replace(experiment(topology, given.clients, "flower")))
+        print(f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} up", flush=True)
+
+
+if __name__ == "__main__":
+    main()
