@@ -16,8 +16,9 @@ from typing import Any
 import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
+from fedstill.deploy.programs import descendants
 
-LIMIT = 600.0
+LIMIT = 1800.0
 """Seconds after which a test gives up on anything."""
 
 
@@ -92,17 +93,3 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
-        if parent == pid:
-            child = int(entry.name)
-            found += [*descendants(child), child]
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -178,17 +179,41 @@ def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
-    """End a program that ``running`` started, and its group: asked first, then killed."""
-    for what in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, what)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            continue
+    """End a program that ``running`` started, and all that it started: asked first, then killed.
+
+    Flower's server detaches what it starts, so that its group alone is not enough.
+    """
+    below = descendants(process.pid)
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        below += descendants(process.pid)
+    _signal_group(process.pid, signal.SIGKILL)
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     process.wait()
+
+
+def _signal_group(pid: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, what)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    children: dict[int, list[int]] = {}
+    for line in listed.splitlines():
+        child, parent = map(int, line.split())
+        children.setdefault(parent, []).append(child)
+    found, left = [], [pid]
+    while left:
+        more = children.get(left.pop(), [])
+        found += more
+        left += more
+    return found
 
 
 def wait_for_port(federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS) -> None:

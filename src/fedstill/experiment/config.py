@@ -57,7 +57,7 @@ FLOWER: Fields = {
     "deadline": (Positive, 600.0),
     "ttl": (NonNegative, 0.0),
     "retries": (CountOrZero, 1),
-    "poll": (Positive, 0.2),
+    "poll": (Positive, 1.0),
     "max_mb": (Count, 1024),
 }
 """``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how long to wait for them."""

@@ -21,7 +21,7 @@ from fedstill.files import digest, remove
 if TYPE_CHECKING:
     from fedstill.experiment.runner import Progress
 
-LOOK, ASK, START = 1.0, 15.0, 60.0
+LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
 
 

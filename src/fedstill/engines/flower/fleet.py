@@ -67,14 +67,15 @@ class Fleet:
         end = self.clock.monotonic() + self.patience.deadline
         calls = {r.client: _Call(r) for r in requests}
         while True:
-            nodes = self._nodes(calls, end)
-            self._send([c for c in calls.values() if c.answer is None and c.message is None], nodes, end)
+            unsent = [c for c in calls.values() if c.answer is None and c.message is None]
+            if unsent:
+                self._send(unsent, self._nodes(calls, end), end)
             self._collect(calls)
             left = end - self.clock.monotonic()
             if all(c.answer for c in calls.values()) or left <= 0:
                 break
             self.clock.sleep(min(self.patience.poll, left))
-        return [c.answer or _failed(c.request, self._silence(c, nodes)) for c in calls.values()]
+        return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
         """The nodes of each client that are online; nodes not met before are asked who they are."""
@@ -146,7 +147,7 @@ class Fleet:
         if call.sent > self.patience.retries:
             call.answer = _failed(call.request, why)
 
-    def _silence(self, call: _Call, nodes: dict[int, list[int]]) -> str:
+    def _silence(self, call: _Call) -> str:
         if call.lost:
             return call.lost
         late = f"within the deadline of {self.patience.deadline:g} s (flower.deadline)"
