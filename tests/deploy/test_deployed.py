@@ -100,6 +100,14 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     print(f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all, {rounds} s a round")
 
 
+def test_flower_runs_the_app_by_itself(three: Deployment, tmp_path: Path) -> None:
+    """As ``flwr run .`` does: with the trial that the app's own pyproject.toml holds."""
+    out = tmp_path / "run"
+    programs.flwr(three.federation, "run", str(three.federation.app), programs.LINK, "--run-config", f'out="{out}"')
+    three.until(lambda: (out / "summary.json").is_file(), "the app to end")
+    assert len([e for e in events(out) if e["event"] == "round"]) == 2
+
+
 def test_a_client_killed_in_its_stage_is_waited_for_and_its_node_used_again(three: Deployment, tmp_path: Path) -> None:
     what = experiment("fedavg", "parallel", plan={"epochs": 60}, rounds=2)
     serial = serial_of(what, tmp_path / "serial")

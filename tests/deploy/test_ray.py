@@ -1,0 +1,41 @@
+"""Flower's Ray simulation as an engine: the serial engine's bits. Slow: Ray takes long to start, or fails to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.runner import run
+from flowers import needs_flower
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_flower,
+    pytest.mark.skipif(
+        find_spec("ray") is None, reason="Ray is not installed: pip install 'fedstill[flower-simulation]'"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own
+]
+
+
+def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) -> None:
+    what = Experiment(
+        method="scaffold",
+        rounds=2,
+        seed=3,
+        threads=1,
+        data="digits",
+        topology={"clients": 4, "sampled": 4},
+        plan={"epochs": 1},
+    )
+    run(replace(what, engine="serial"), tmp_path / "serial")
+    run(replace(what, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
+    assert (tmp_path / "ray/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
+    ours, theirs = ([without_times(e) for e in read(tmp_path / n / "journal.jsonl")] for n in ("ray", "serial"))
+    assert ours == theirs
+    print([e["seconds_training"] for e in read(tmp_path / "ray/journal.jsonl") if e["event"] == "round"], "s a round")
