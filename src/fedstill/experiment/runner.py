@@ -17,7 +17,7 @@ from torch import Tensor
 import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import CorruptFile, RunExists
+from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment import journal as journals
 from fedstill.experiment.carried import engine_of
 from fedstill.experiment.checkpoint import Checkpoints, Restored
@@ -86,6 +86,7 @@ def run(
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
     if grid is None and elsewhere(settings):
+        _check_before(settings, data)
         made = new_directory(settings, Path(out) if out else None)
         if elsewhere(settings) == "ray":
             return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray))
@@ -116,6 +117,13 @@ def resume(
         sweep(folder)
         with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid)) as driver:
             return driver.resume()
+
+
+def _check_before(settings: Settings, data: Dataset | None) -> None:
+    """Refuse here what would be refused elsewhere, before anything is sent."""
+    if data is not None and elsewhere(settings) == "federation":
+        raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
+    prepare(settings, data)
 
 
 def settings_of(folder: Path) -> Settings:
