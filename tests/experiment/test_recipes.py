@@ -44,3 +44,47 @@ def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert call([*words, "--table"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(("full", "without"))]
     assert [row[-1] for row in rows] == ["2", "0", "0"], "two seeds of one row are there, of the others none"
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "section", "model"),
+    [
+        ("fedntd/table2", "*:s=2", "weights", "digits_cnn"),
+        ("fedntd/figure18", "FedAvg:IID", "sphere", "sphere_digits_cnn"),
+        ("fedadkd/figure6", "FedAvg:*", "knowledge", "digits_cnn"),
+    ],
+)
+def test_a_figure_at_a_tiny_size_is_in_the_report(
+    name: str,
+    cell: str,
+    section: str,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    smaller = ["topology.clients=10", "topology.sampled=3", "plan.epochs=1", "data.augment=[]", f"model.name={model}"]
+    words = [
+        "reproduce",
+        name,
+        "--data",
+        "digits",
+        "--rounds",
+        "2",
+        "--seeds",
+        "1",
+        "-q",
+        "--cells",
+        cell,
+        "--out",
+        "r",
+    ]
+    assert call([*words, *(w for s in smaller for w in ("-s", s))]) == 0
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert f'<section id="{section}">' in page
+    said = capsys.readouterr().out
+    if name == "fedntd/table2":
+        lines = [line.split() for line in said.splitlines() if "alignment layers features local" in line]
+        assert [(row[0], *row[-2:]) for row in lines] == [("FedAvg", "0.635", "1"), ("FedNTD", "0.703", "1")]
+        assert all(0 <= float(row[-3]) <= 1 for row in lines)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -22,11 +22,15 @@ TOP = {"paper", "common", "columns", "rows", "published"}
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper prints in a cell, in percent; None where it prints nothing."""
+    """What a paper prints in a cell, in percent; None where it prints nothing.
+
+    ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal holds.
+    """
 
     accuracy: float | None = None
     spread: float | None = None
     forgetting: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

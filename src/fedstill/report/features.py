@@ -18,6 +18,10 @@ CLASSES = (
 
 GLOBALS = {"received": "#111111", "aggregated": "#D7263D"}
 BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
+NONE = {"visible": False}
+SEEN = 0.01
+"""Below this share of the highest bump nothing is drawn: there the circle is bare."""
+
 BANDWIDTH = 8.0
 """Degrees of the Gaussian that smooths counts of angles."""
 
@@ -99,7 +103,7 @@ def _places(look: Look, by: str) -> Figure:
                 traces.append(
                     _dots(plain(name), list(zip(x[m], y[m], strict=True)), colour, 5 if name in GLOBALS else 4)
                 )
-    about = layout(height=460, hovermode="closest", xaxis=BARE, yaxis={**BARE, "scaleanchor": "x"})
+    about = layout(height=460, hovermode="closest", xaxis=NONE, yaxis={**NONE, "scaleanchor": "x"})
     return {"data": traces, "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
 
 
@@ -126,22 +130,22 @@ def _circles(look: Look) -> Figure:
             top = max((max(d) for d in densities), default=0.0) or 1.0
             traces.append(_ring(3.2 * i, [1.0] * bins, "#9aa4b0", ""))
             for c, density in enumerate(densities):
-                radius = [1 + 0.5 * d / top for d in density]
+                radius = [1 + 0.5 * d / top if d > SEEN * top else None for d in density]
                 traces.append(_ring(3.2 * i, radius, class_colour(c), plain(_class_name(look, c))))
             notes.append({"text": plain(name), "x": 3.2 * i, "y": 0, "showarrow": False})
     span = [-1.6, 3.2 * (len(models) - 1) + 1.6]
-    axes = {"xaxis": {**BARE, "range": span}, "yaxis": {**BARE, "scaleanchor": "x", "range": [-1.6, 1.6]}}
+    axes = {"xaxis": {**NONE, "range": span}, "yaxis": {**NONE, "scaleanchor": "x", "range": [-1.6, 1.6]}}
     return {
         "data": traces,
         "layout": {**layout(height=280, hovermode="closest", showlegend=False, **axes), "annotations": notes},
     }
 
 
-def _ring(centre: float, radius: Sequence[float], colour: str, name: str) -> dict[str, Any]:
+def _ring(centre: float, radius: Sequence[float | None], colour: str, name: str) -> dict[str, Any]:
     steps = len(radius)
     angles = [-math.pi + 2 * math.pi * (k + 0.5) / steps for k in range(steps)]
-    x = [round(centre + r * math.cos(a), 4) for a, r in zip(angles, radius, strict=True)]
-    y = [round(r * math.sin(a), 4) for a, r in zip(angles, radius, strict=True)]
+    x = [None if r is None else round(centre + r * math.cos(a), 4) for a, r in zip(angles, radius, strict=True)]
+    y = [None if r is None else round(r * math.sin(a), 4) for a, r in zip(angles, radius, strict=True)]
     line = {"color": colour, "width": 2 if name else 1}
     hover = {"hovertemplate": f"{name}<extra></extra>"} if name else {"hoverinfo": "skip"}
     return {"type": "scatter", "mode": "lines", "name": name, "x": [*x, x[0]], "y": [*y, y[0]], "line": line, **hover}

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from fedstill.experiment.compare import Variant
 from fedstill.experiment.recipes import Published, Recipe
+from fedstill.report.runs import read
 from fedstill.report.summary import NONE, Spread, spread
 from fedstill.report.terminal import table
 
@@ -28,7 +29,21 @@ def tables(
         yield Text(f"REDUCED OR CHANGED against the paper: {said}. Levels cannot be compared, differences perhaps.")
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
-        yield table(HEAD, _rows(recipe, column, [r for r, c in cells if c == column], _found(runs)))
+        rows = [r for r, c in cells if c == column]
+        yield table(HEAD, _rows(recipe, column, rows, _found(runs)))
+        measured = list(_measured(recipe, column, rows, runs))
+        if measured:
+            yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
+
+
+def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
+    for row in rows:
+        own = [v.folder for v in runs if v.label == f"{row} | {column}" and (v.folder / "summary.json").is_file()]
+        for key, printed in recipe.published.get((row, column), Published()).measured.items():
+            curves = [read(folder).curve(key) for folder in own]
+            found = spread([curve[max(curve)] for curve in curves if curve])
+            said = found.text(1, 3) if found else NONE
+            yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(found.runs if found else 0)]
 
 
 def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
