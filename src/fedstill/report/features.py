@@ -16,7 +16,7 @@ CLASSES = (
 )  # fmt: skip
 """The colour of each class, the same in all these pictures; they repeat after ten."""
 
-GLOBALS = {"received": "#111111", "aggregated": "#D7263D"}
+GLOBALS = {"received": "#6B7280", "aggregated": "#D7263D"}
 BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
 NONE = {"visible": False}
 SEEN = 0.01
