@@ -126,6 +126,19 @@ def test_smoothing_keeps_the_sum_and_goes_round_the_circle() -> None:
     assert max(found) == found[71]
 
 
+def test_a_loss_too_large_for_a_number_is_drawn_as_the_largest(looked: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    lines = events(folder)
+    (event,) = [e for e in lines if e.get("measure") == "landscape"]
+    around = event["models"]["aggregated"]
+    around["hessian"][0][0], around["noise"][-1] = None, None
+    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    figures = sections(write_page([folder], tmp_path / "r.html").read_text())["landscape"]
+    rows = around["hessian"]
+    assert figures[0]["data"][0]["z"][0][0] == max(v for row in rows for v in row if v is not None)
+    assert figures[-1]["data"][0]["y"][-1] == max(v for v in around["noise"] if v is not None)
+
+
 @pytest.mark.parametrize(
     ("measure", "change"),
     [

@@ -54,15 +54,21 @@ def _range(found: Sequence[Look], plane: str) -> tuple[float, float]:
         with reading(look) as event:
             size = len(event["axis"])
             for around in event["models"].values():
-                every += [v for row in matrix(around[plane], size, size) for v in row]
+                every += [v for row in _losses(around[plane], size, size) for v in row]
     every.sort()
     return every[0], every[int(CLIPPED * (len(every) - 1))]
+
+
+def _losses(value: Any, rows: int, columns: int) -> list[list[float]]:
+    """Losses; one that was too large to be a number is shown as the largest that was one."""
+    top = max((v for row in value for v in row if v is not None), default=0.0)
+    return matrix([[top if v is None else v for v in row] for row in value], rows, columns)
 
 
 def _contour(look: Look, name: str, plane: str, low: float, high: float) -> Figure:
     with reading(look) as event:
         around, axis = event["models"][name], [float(v) for v in event["axis"]]
-        losses = matrix(around[plane], len(axis), len(axis))
+        losses = _losses(around[plane], len(axis), len(axis))
         curvature = [float(v) for v in around["eigenvalues"]]
     step = (high - low) / 12 or 1.0
     titles = [
@@ -100,7 +106,7 @@ def _noise(found: Sequence[Look], style: Style) -> Figure:
         with reading(look) as event:
             scales = [float(v) for v in event["scales"]]
             for name, around in event["models"].items():
-                (losses,) = matrix([around["noise"]], 1, len(scales))
+                (losses,) = _losses([around["noise"]], 1, len(scales))
                 own = name == "aggregated"
                 data.append(
                     {
