@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, get_args, get_type_hints
 
 from annotated_types import Interval
@@ -19,9 +20,9 @@ Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 def check_ranges(thing: object) -> None:
     """Raise ConfigError if a field of a dataclass instance lies outside the range written in its annotation."""
-    for name, hint in get_type_hints(type(thing), include_extras=True).items():
+    for name, bounds in _ranges(type(thing)).items():
         value = getattr(thing, name, None)
-        for bound in _bounds(hint):
+        for bound in bounds:
             if isinstance(value, (int, float)) and not _inside(value, bound):
                 raise ConfigError(f"{type(thing).__name__}.{name} = {value!r} is outside its range {show(bound)}")
 
@@ -35,6 +36,11 @@ def show(bound: Interval) -> str:
     low = f"({bound.gt}" if bound.gt is not None else f"[{bound.ge}" if bound.ge is not None else "(-inf"
     high = f"{bound.lt})" if bound.lt is not None else f"{bound.le}]" if bound.le is not None else "inf)"
     return f"{low}, {high}"
+
+
+@lru_cache(maxsize=1024)
+def _ranges(kind: type) -> dict[str, list[Interval]]:
+    return {name: _bounds(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
 def _bounds(hint: Any) -> list[Interval]:

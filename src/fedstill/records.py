@@ -17,6 +17,7 @@ __all__ = [
     "NOTHING",
     "SERVER",
     "Carry",
+    "Ends",
     "Examples",
     "Group",
     "ModelSpec",
@@ -229,6 +230,9 @@ class View:
 
 Teacher = Tensors | tuple[ModelSpec, Tensors]
 
+Ends = tuple[Tensor, Tensor]
+"""What enters a stage of a model, and what leaves it."""
+
 
 @dataclass(frozen=True)
 class Carry:
@@ -267,6 +271,9 @@ class Step(Protocol):
 
     def features(self) -> Tensor:
         """The student's penultimate features (B, D)."""
+
+    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
+        """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and at a share of it."""
 
     def teacher(self, name: str) -> Tensor:
         """A teacher's logits (B, C), without gradient."""

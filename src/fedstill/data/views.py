@@ -50,7 +50,8 @@ class SimulatedSites:
             data = self.public or Examples(self.train.images[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)
             return View(client, spec, data, counts, self.public, None, None, passes)
-        own, held = self._split(client, self.plans.get(stage.name, Plan(epochs=0)).validation)
+        plan = self.plans.get(stage.name)
+        own, held = self._split(client, plan.validation if plan else 0.0)
         validation = self.train.take(held) if len(held) else None
         counts = self.counts(client)
         return View(client, spec, self.train.take(own), counts, self.public, validation, self.own_test, passes)

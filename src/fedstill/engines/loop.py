@@ -1,21 +1,23 @@
-"""The one local training loop: an objective, a plan and a start in; trained parameters out."""
+"""The one local training loop, for one client and for a stack of them: an objective, a plan and a start in; trained
+parameters out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from fedstill import trees
-from fedstill.data.inputs import Inputs, layout
+from fedstill.data.inputs import Inputs
+from fedstill.engines.alone import Alone, How, own_copies
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.passes import ModelPasses
-from fedstill.keys import generator, seed_for
+from fedstill.engines.stack import Stack
+from fedstill.engines.step import Batch, Networks, Seen
+from fedstill.keys import seed_for
 from fedstill.models import contract
-from fedstill.records import Carry, Examples, ModelSpec, Plan, Ran, Stage, Tensors, View
+from fedstill.records import Carry, Plan, Ran, Stage, Tensors, View
 from fedstill.work import ClientWork
 
 
@@ -29,161 +31,128 @@ class Trained:
     epochs: int = 0
 
 
-def train(work: ClientWork, carry: Carry, plan: Plan, stage: Stage, view: View, inputs: Inputs, seed: int) -> Trained:
+def train(
+    work: ClientWork,
+    carry: Carry,
+    plan: Plan,
+    stage: Stage,
+    view: View,
+    inputs: Inputs,
+    seed: int,
+    precision: str = "fp32",
+) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
             torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
-        return _Training(work, carry, plan, stage, view, inputs, seed).run()
+        (trained,) = _Training(work, Alone(carry, view, How(plan, stage, inputs, seed, precision))).run()
+    return trained
+
+
+def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
+    """Train several clients of one structure (``stack.structure``) at once, up to rounding as ``train`` does each."""
+    return _Training(work, Stack(carries, views, how)).run()
 
 
 class _Training:
-    def __init__(
-        self, work: ClientWork, carry: Carry, plan: Plan, stage: Stage, view: View, inputs: Inputs, seed: int
-    ) -> None:
-        self.work, self.plan, self.view, self.inputs = work, plan, view, inputs
-        self.examples = view.public if stage.view == "public" and view.public is not None else view.data
-        self.device = self.examples.images.device
-        carry = replace(
-            carry, teachers=moved(carry.teachers, self.device), constants=moved(carry.constants, self.device)
-        )
-        self.carry = carry
-        self.params = {k: layout(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
-        names = contract.trainable_names(view.model)
+    def __init__(self, work: ClientWork, clients: Alone | Stack) -> None:
+        self.work, self.clients, self.plan = work, clients, clients.how.plan
+        spec = clients.view.model
+        names = contract.trainable_names(spec)
+        self.params, self.trace = clients.params, clients.trace
         self.leaves = {k: v for k, v in self.params.items() if k in names and work.trainable(k)}
         for leaf in self.leaves.values():
             leaf.requires_grad_()
-        self.lr = plan.lr_at(stage.round)
-        self.optimiser = optimiser(plan, list(self.leaves.values()), self.lr)
-        self.module = _in_training_mode(contract.module(view.model), plan)
-        self.trace = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
-        self.draw = {
-            p: generator(seed_for(seed, stage.round, stage.index, view.client, p)) for p in ("order", "pixels")
-        }
+        self.lr = self.plan.lr_at(clients.how.stage.round)
+        self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
+        module = _in_training_mode(contract.module(spec), self.plan)
+        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device)
+        self.sums = _Sums()
         self.settles = type(work).settle is not ClientWork.settle
         self.adjusts = type(work).adjust is not ClientWork.adjust
-        self.still = Examples(inputs.plain(self.examples.images), self.examples.labels) if not inputs.steps else None
-        self.teachers = _Teachers(carry, view.model, inputs, self.still if self._many_passes() else None)
 
-    def _many_passes(self) -> bool:
-        return self.plan.steps == 0 or self.plan.steps * self.plan.batch >= len(self.examples)
-
-    def run(self) -> Trained:
-        steps, epochs, sums, best = 0, 0, _Sums(), _Best(self.plan)
-        for epoch, batches in enumerate(_epochs(len(self.examples), self.plan, self.draw["order"], self.device)):
-            sums = _Sums()
-            for index in batches:
-                self._step(index, epoch, sums)
-                steps += 1
-            epochs = epoch + 1
-            if self.plan.validation > 0 and best.seen(self.work.score(self.params, self.view), self.params):
+    def run(self) -> list[Trained]:
+        best, batch = _Best(self.plan), None
+        for batch in self.clients.batches():
+            self.step(batch)
+            scored = batch.ends and self.plan.validation > 0
+            if scored and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
-        ran = Ran(steps, self.lr, trees.clone(trees.on_cpu(self.trace)))
-        return Trained(trees.clone(trees.on_cpu(params)), ran, sums.means(), epochs)
+        split = [[own_copies(t) for t in self.clients.unstacked(tree)] for tree in (params, self.trace)]
+        done = batch.done if batch else [(0, 0)] * len(split[0])
+        losses = self.sums.means(len(split[0]))
+        return [
+            Trained(params, Ran(steps, self.lr, trace), terms, epochs)
+            for params, trace, terms, (steps, epochs) in zip(*split, losses, done, strict=True)
+        ]
 
-    def _step(self, index: Tensor, epoch: int, sums: _Sums) -> None:
-        step = _Batch(self, index, epoch)
-        terms = self.work.terms(step, self.carry)
-        reduced = {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
-        loss = torch.stack([v.float() if v.dtype != torch.float64 else v for v in reduced.values()]).sum()
+    def step(self, batch: Batch) -> None:
+        """One step of every client that still trains; nothing here waits for a number from the device."""
+        x, y = self.clients.inputs(batch)
+        where = (batch.index, batch.rows, batch.mask, batch.epoch)
+        terms = self.clients.each(self._objective, self.params, x, y, *where)
+        parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
+        loss = torch.stack(parts).sum()
         for leaf in self.leaves.values():
             leaf.grad = None
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
+        if batch.running is None:
+            self._move()
+        else:
+            self._move_only(batch.running)
+        self.sums.add(terms, batch)
+
+    def _objective(
+        self,
+        carry: Carry,
+        params: Tensors,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        rows: Tensor,
+        mask: Tensor | None,
+        epoch: int,
+    ) -> dict[str, Tensor]:
+        step = Seen(self.networks, carry, params, x, y, index, rows, mask, epoch)
+        return {k: step.mean(v) if v.dim() else v for k, v in self.work.terms(step, carry).items()}
+
+    def _move_only(self, running: Tensor) -> None:
+        """Clients that have finished are put back: momentum and weight decay would move them on."""
+        before, trace = trees.clone(self.leaves), self.trace
         self._move()
-        sums.add(reduced, len(index))
+        with torch.no_grad():
+            for name, leaf in self.leaves.items():
+                leaf.copy_(_chosen(running, leaf, before[name]))
+            self.trace = {k: _chosen(running, v, trace[k]) for k, v in self.trace.items()}
 
     def _move(self) -> None:
         if self.adjusts:
-            grads = self.work.adjust(self._grads(), self.carry)
+            grads = self.clients.each(lambda carry, g: self.work.adjust(g, carry), self._grads())
             for name, leaf in self.leaves.items():
                 leaf.grad = grads[name].to(leaf.dtype)
         if self.plan.clip_norm > 0:
-            torch.nn.utils.clip_grad_norm_(self.leaves.values(), self.plan.clip_norm)
+            self.clients.clip(self.leaves, self.plan.clip_norm)
         if not self.settles:
             self.optimiser.step()
             return
         before, grads = trees.clone(self.leaves), self._grads()
         self.optimiser.step()
         with torch.no_grad():
-            after, self.trace = self.work.settle(before, grads, trees.clone(self.leaves), self.trace, self.carry)  # type: ignore[assignment]
+            after, self.trace = self.clients.each(
+                lambda carry, b, g, a, t: self.work.settle(b, g, a, t, carry),
+                before,
+                grads,
+                trees.clone(self.leaves),
+                self.trace,
+            )
             for name, leaf in self.leaves.items():
                 leaf.copy_(after[name])
 
     def _grads(self) -> dict[str, Tensor]:
         return {k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone() for k, v in self.leaves.items()}
-
-    def batch(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and labels at some positions."""
-        y = self.examples.labels[index]
-        if self.still is not None:
-            return layout(self.still.images[index]), y
-        return layout(self.inputs.trained_on(self.examples.images[index], self.draw["pixels"])), y
-
-
-class _Batch:
-    """A batch as an objective sees it (see records.Step): forward passes are made once, when first asked for."""
-
-    def __init__(self, training: _Training, index: Tensor, epoch: int) -> None:
-        self._t, self.index, self.epoch = training, index, epoch
-        self.x, self.y = training.batch(index)
-        self.mask = torch.ones(len(index), device=index.device)
-        self.params: Tensors = training.params
-        self._logits: Tensor | None = None
-        self._features: Tensor | None = None
-
-    def logits(self) -> Tensor:
-        if self._logits is None:
-            m = self._t.module
-            if self._features is not None:
-                self._logits = contract.head(m, self.params, self._features)
-            else:
-                self._logits = contract.forward(m, self.params, self.x)
-        return self._logits
-
-    def features(self) -> Tensor:
-        if self._features is None:
-            self._features = contract.features(self._t.module, self.params, self.x)
-            self._logits = contract.head(self._t.module, self.params, self._features)
-        return self._features
-
-    def teacher(self, name: str) -> Tensor:
-        return self._t.teachers.of(name, "logits", self.x, self.index)
-
-    def teacher_features(self, name: str) -> Tensor:
-        return self._t.teachers.of(name, "features", self.x, self.index)
-
-    def mean(self, values: Tensor) -> Tensor:
-        return values.mean()
-
-    def share(self, raw: Tensor) -> Tensor:
-        return raw / raw.sum()
-
-
-@dataclass
-class _Teachers:
-    """Frozen teachers: where inputs are the same in every epoch their outputs are computed once, and looked up."""
-
-    carry: Carry
-    model: ModelSpec
-    inputs: Inputs
-    still: Examples | None
-    _known: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-
-    def of(self, name: str, what: str, x: Tensor, index: Tensor) -> Tensor:
-        """Logits or features of a teacher for one batch."""
-        teacher = self.carry.teachers[name]
-        spec, params = teacher if isinstance(teacher, tuple) else (self.model, teacher)
-        if self.still is None:
-            run = contract.forward if what == "logits" else contract.features
-            with torch.no_grad():
-                return run(contract.module(spec, "frozen").eval(), params, x)
-        if (name, what) not in self._known:
-            passes = ModelPasses(spec, self.inputs)
-            self._known[name, what] = (passes.logits if what == "logits" else passes.features)(params, self.still)
-        return self._known[name, what][index]
 
 
 @dataclass
@@ -205,42 +174,32 @@ class _Best:
 
 
 class _Sums:
-    """Running sums of the objective's terms, kept as tensors so that no step waits for a number."""
+    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for a number."""
 
     def __init__(self) -> None:
         self.terms: dict[str, Tensor] = {}
-        self.count = 0
+        self.counts: int | Tensor = 0
 
-    def add(self, terms: Mapping[str, Tensor], examples: int) -> None:
-        for name, value in terms.items():
-            more = value.detach() * examples
-            self.terms[name] = self.terms[name] + more if name in self.terms else more
-        self.count += examples
+    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
+        """Add a step's terms; those of an epoch before are dropped."""
+        more = {k: v.detach() * batch.sizes for k, v in terms.items()}
+        if isinstance(batch.first, Tensor):
+            zero = torch.zeros((), device=batch.first.device)
+            old = {k: torch.where(batch.first, zero.to(v.dtype), v) for k, v in self.terms.items()}
+            self.counts = torch.where(batch.first, 0, self.counts) + batch.sizes
+        else:
+            old = {} if batch.first else self.terms
+            self.counts = batch.sizes if batch.first else self.counts + batch.sizes
+        self.terms = {k: old[k] + v if k in old else v for k, v in more.items()}
 
-    def means(self) -> dict[str, float]:
-        return {k: float(v / self.count) for k, v in self.terms.items()}
+    def means(self, clients: int) -> list[dict[str, float]]:
+        """The mean of each term over the examples of the last epoch, for each client."""
+        by_term = {k: (v / self.counts).reshape(-1).tolist() for k, v in self.terms.items()}
+        return [{k: v[i] for k, v in by_term.items()} for i in range(clients)]
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """Tensors on a device, through mappings and pairs; everything else as it is."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {k: moved(v, device) for k, v in value.items()}
-    return tuple(moved(v, device) for v in value) if isinstance(value, tuple) else value
-
-
-def _epochs(n: int, plan: Plan, draw: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
-    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
-    if n == 0:
-        return
-    left = plan.steps
-    epochs = plan.epochs if not left else -(-left // -(-n // plan.batch))
-    for _ in range(epochs):
-        order = torch.randperm(n, generator=draw) if plan.shuffle else torch.arange(n)
-        batches = list(torch.split(order.to(device), plan.batch))
-        yield batches[:left] if plan.steps else batches
-        left -= len(batches)
+def _chosen(running: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(running.view(-1, *[1] * (new.dim() - 1)), new, old)
 
 
 def _in_training_mode(m: nn.Module, plan: Plan) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import SHARD, Inputs, layout
+from fedstill.engines.precision import lowered
 from fedstill.keys import generator
 from fedstill.models import contract
 from fedstill.records import Examples, ModelSpec, Tensors
@@ -28,6 +29,7 @@ class ModelPasses:
 
     model: ModelSpec
     inputs: Inputs
+    precision: str = "fp32"
 
     def logits(self, params: Tensors, images: Examples) -> Tensor:
         """Logits (n, C) in the order of the examples."""
@@ -53,6 +55,7 @@ class ModelPasses:
     def _each(self, run: Callable[..., Tensor], params: Tensors, images: Examples) -> Tensor:
         m = contract.module(self.model, "frozen").eval()
         params = {k: layout(v.to(images.images.device)) for k, v in params.items()}
+        run = lowered(run, self.precision, images.images.device)
         with torch.no_grad():
             out = [run(m, params, x) for x in shards(images.images, self.inputs)]
         return torch.cat(out) if out else torch.zeros(0, self.model.classes)

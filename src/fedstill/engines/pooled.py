@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -14,6 +15,9 @@ from fedstill.errors import ConfigError
 from fedstill.models import contract
 from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 WORKERS = "FEDSTILL_WORKERS"
 """The environment variable that says how many clients to train at once; unset, one a core."""
@@ -50,19 +54,28 @@ class PooledEngine(SerialEngine):
         if min(self.workers, len(clients)) < 2 or self._draws(clients):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.workers, "client")
 
         def reply(client: int) -> Reply:
-            torch.set_num_threads(self.threads[0])  # a thread's own setting
             return self._reply(work, stage, client, downs[client], seed)
 
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
-        running = {client: self._pool.submit(reply, client) for client in longest_first}
+        replies = dict(zip(longest_first, self._side_by_side(reply, longest_first), strict=True))
+        return [replies[client] for client in clients]
+
+    def _side_by_side(self, act: Callable[[A], T], on: Sequence[A]) -> list[T]:
+        """``act`` on each, as many at once as there are workers; the first exception ends what has not begun."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.workers, "client")
+
+        def one(what: A) -> T:
+            torch.set_num_threads(self.threads[0])  # a thread's own setting
+            return act(what)
+
+        running = [self._pool.submit(one, what) for what in on]
         try:
-            return [running[client].result() for client in clients]
+            return [future.result() for future in running]
         finally:
-            for future in running.values():
+            for future in running:
                 future.cancel()
 
     def close(self) -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import Inputs
-from fedstill.engines.loop import train
+from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
+from fedstill.engines.precision import set_products
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.models.contract import predictor
-from fedstill.records import NOTHING, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -40,12 +41,22 @@ class Sites(Protocol):
         """About how many examples a client has: only the order in which clients begin depends on it."""
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A client that has read what it was sent: what it sees, what it starts with, and the seconds that took."""
+
+    view: View
+    carry: Carry
+    seconds: float
+
+
 @dataclass
 class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
     ``threads``: torch threads in a stage of many clients, and in one of a single client; part of a run's definition,
-    because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated.
+    because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
+    float32 whatever the ``precision`` of training is.
     """
 
     world: World
@@ -53,6 +64,7 @@ class SerialEngine:
     memory: Memory = field(default_factory=Memory)
     threads: tuple[int, int] = (1, 1)
     measured: frozenset[int] = frozenset()
+    precision: str = "fp32"
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -72,40 +84,44 @@ class SerialEngine:
     def _set_up(self, stage: Stage) -> None:
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
         torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.allow_tf32 = False
+        set_products(self.precision)
 
     def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         try:
-            return self._work(work, stage, client, down, seed)
-        except CorruptFile:
-            raise
-        except FedstillError as error:
-            reason = str(error)
+            begun = self._begin(work, stage, client, down)
+            return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
         except Exception as error:
-            log.debug("client %d failed", client, exc_info=True)
-            reason = f"{type(error).__name__}: {error}"
-        return Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=" ".join(reason.split()) or "no reason")
+            return failed(stage, client, error)
 
-    def _work(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
-        began = time.perf_counter()
+    def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
+        start = time.perf_counter()
         view = self.sites.view(client, stage)
-        plan = self.world.plans.get(stage.name)
         carry = work.begin(down, self.memory.load(client), view, self.world)
+        return Begun(view, carry, time.perf_counter() - start)
+
+    def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
+        plan = self.world.plans.get(stage.name)
+        if plan is None or not begun.carry.params:
+            return None, 0.0
+        start = time.perf_counter()
+        view, inputs = begun.view, self.sites.inputs
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision)
+        return trained, time.perf_counter() - start
+
+    def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
+        """The reply of a client, given what it began with, what training gave, and how long that took."""
+        start, view, carry = time.perf_counter(), begun.view, begun.carry
         metrics: dict[str, object] = {}
-        params, ran_seconds = carry.params, 0.0
-        if plan is not None and carry.params:
-            start = time.perf_counter()
-            trained = train(work, carry, plan, stage, view, self.sites.inputs, seed)
-            params, ran, ran_seconds = trained.params, trained.ran, time.perf_counter() - start
+        params, ran = carry.params, Ran(0, 0.0, carry.trace)
+        if trained is not None:
+            params, ran = trained.params, trained.ran
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
-        else:
-            ran = Ran(0, 0.0, carry.trace)
         up, memory = work.end(params, carry, ran, view, self.world)
-        self.memory.hold(client, memory)
-        metrics["seconds_training"] = ran_seconds
+        self.memory.hold(view.client, memory)
+        metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, params)
-        metrics["seconds"] = time.perf_counter() - began
-        return Reply(client, up, len(view.data), metrics, stage.round, stage.index)
+        metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
+        return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(self, stage: Stage, view: View, params: Tensors) -> dict[str, object]:
         if view.test is not None and len(view.test) and params:
@@ -124,3 +140,13 @@ class SerialEngine:
     def _right(self, view: View, params: Tensors, test: Examples) -> Tensor:
         """How many examples of each class these parameters predict right: (C,)."""
         return correct_by_class(predictor(view.model, params), test, self.sites.inputs, self.world.classes)
+
+
+def failed(stage: Stage, client: int, error: Exception) -> Reply:
+    """The reply of a client that failed. Raises a CorruptFile again: to go on would give other bits than before."""
+    if isinstance(error, CorruptFile):
+        raise error
+    log.debug("client %d failed", client, exc_info=error)
+    text = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"
+    reason = " ".join(text.split()) or "no reason"
+    return Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=reason)

@@ -175,13 +175,14 @@ def _check_folder(variant: Variant) -> None:
     from fedstill.experiment.runner import settings_of
 
     there = (variant.folder / "config.toml").is_file()
-    if there and _defining(settings_of(variant.folder)) != _defining(settle(variant.experiment)):
+    wanted = settle(variant.experiment)
+    if there and _defining(settings_of(variant.folder), wanted) != _defining(wanted, wanted):
         raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
 
 
-def _defining(settings: Settings) -> Mapping[str, Any]:
-    """What makes it this run and no other: all but an engine whose bits are the serial engine's."""
-    same = settings["engine"] in SAME_BITS
+def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
+    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
+    same = settings["engine"] in SAME_BITS or wanted["engine"] == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree
 
 

@@ -20,10 +20,10 @@ from fedstill.records import Plan
 TOP: Fields = {
     "seed": (Seed, 0),
     "rounds": (Count, 20),
-    "engine": (Literal["serial", "pooled", "flower"], "pooled"),
+    "engine": (Literal["serial", "pooled", "vectorised", "auto", "flower"], "pooled"),
     "threads": (tuple[Count, Count] | Count | Literal["auto"], "auto"),
     "device": (Literal["cpu", "cuda", "auto"], "cpu"),
-    "precision": (Literal["fp32"], "fp32"),
+    "precision": (Literal["fp32", "bf16", "tf32"], "fp32"),
     "measure": (tuple[str, ...], ("local",)),
     "measure_every": (Count, 10),
 }

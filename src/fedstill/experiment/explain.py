@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import registry
+from fedstill.experiment.engine import chosen
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.prepare import Prepared
 from fedstill.experiment.settings import Settings
@@ -29,6 +30,7 @@ class Arithmetic:
     parameters: int
     data_bytes: int
     rounds: int
+    engine: str
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
@@ -43,6 +45,7 @@ class Arithmetic:
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
             ("training data", human(self.data_bytes)),
+            ("engine", self.engine),
             ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
         ]
 
@@ -75,6 +78,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         parameters=sum(v.numel() for v in world.initial(SERVER).values()),
         data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
         rounds=settings["rounds"],
+        engine=_engine(prepared),
     )
 
 
@@ -107,6 +111,13 @@ def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
         share = times * images / max(1, 3 * found.trained * found.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
     return out
+
+
+def _engine(prepared: Prepared) -> str:
+    """Which engine carries the run out, and what the cost model says."""
+    kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
+    own = prepared.settings["engine"]
+    return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
 
 
 def values(settings: Settings) -> list[tuple[str, Any, str]]:

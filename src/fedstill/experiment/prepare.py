@@ -18,23 +18,20 @@ from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
 from fedstill.experiment.checking import on_one_line
+from fedstill.experiment.engine import ENGINES, resolved
 from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
 
-ENGINES = {"serial": SerialEngine, "pooled": PooledEngine}
-"""The engines in this process, by the name they have in a config."""
-
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start."""
+    """A run that is ready to start; its settings name the engine that ``auto`` came to."""
 
     settings: Settings
     dataset: Dataset
@@ -50,7 +47,8 @@ class Prepared:
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
         kind = ENGINES.get(self.settings["engine"], SerialEngine)
-        return kind(self.world, self.sites, Memory(memory), self.settings.many_threads, self.measured)
+        threads, precision = self.settings.many_threads, self.settings["precision"]
+        return kind(self.world, self.sites, Memory(memory), threads, self.measured, precision)
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
@@ -77,9 +75,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         public=public and public.to(settings["device"]),
         common_test=test.to(settings["device"]) if len(test) else None,
     )
-    prepared = Prepared(settings, dataset, world, sites)
-    _check_fit(prepared)
-    return prepared
+    _check_fit(Prepared(settings, dataset, world, sites))
+    return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
 
 
 def on_sites(settings: Settings) -> bool:

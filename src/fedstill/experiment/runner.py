@@ -96,7 +96,7 @@ def run(
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
-        write_whole(folder / "config.toml", as_toml(settings.tree).encode())
+        write_whole(folder / "config.toml", as_toml(prepared.settings.tree).encode())
         with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
             return driver.start()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fedstill import registry
+from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import checked, on_one_line, shown
 from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, TOP, Experiment, fields_of, plan_for
@@ -56,6 +57,7 @@ def settle(experiment: Experiment) -> Settings:
     top = checked(TOP, {k: getattr(experiment, k) for k in TOP}, "")
     top["threads"] = _threads(top["threads"])
     top["device"] = _device(top["device"])
+    check_precision(top["precision"], top["device"])
     top["measure"] = tuple(_resolved_name("measure", n, experiment.base) for n in top["measure"])
     measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")

@@ -24,8 +24,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from fedstill.fields import Count, NonNegative
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
-from fedstill.models import contract
-from fedstill.records import Carry, Payload, Plan, Stage, Step, View, World
+from fedstill.records import Carry, Plan, Stage, Step
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -54,12 +53,8 @@ class Aligned(ClientWork):
 
     method: FedAlign
 
-    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        return Carry(down.params, constants={"model": view.model})
-
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        m = contract.module(carry["model"])
-        logits, whole, narrow = contract.slim(m, step.params, step.x, self.method.width)
+        logits, whole, narrow = step.slim(self.method.width)
         ce, times = cross_entropy(logits, step.y), self.method.iterations
         with torch.no_grad():
             goal = steepness(*whole, times)

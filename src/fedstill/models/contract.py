@@ -18,13 +18,10 @@ from torch.func import functional_call
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.records import ModelSpec, Tensors
+from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
-
-Ends = tuple[Tensor, Tensor]
-"""What enters and what leaves a stage."""
 
 _modules = threading.local()
 _building = threading.Lock()

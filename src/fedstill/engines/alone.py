@@ -1,0 +1,134 @@
+"""One client in training: its batches in their order, its inputs, and its teachers' outputs where they can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.data.inputs import Inputs, layout, resident
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.step import Batch
+from fedstill.keys import generator, seed_for
+from fedstill.records import Carry, Examples, ModelSpec, Plan, Stage, Teacher, Tensors, View
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class How:
+    """How a stage trains: the same for all its clients."""
+
+    plan: Plan
+    stage: Stage
+    inputs: Inputs
+    seed: int
+    precision: str = "fp32"
+
+
+class Alone:
+    """One client, its tensors without a client axis."""
+
+    def __init__(self, carry: Carry, view: View, how: How) -> None:
+        self.view, self.how = view, how
+        self.examples = examples_of(view, how.stage)
+        self.device = self.examples.images.device
+        self.carry: Carry = replace(
+            carry, teachers=moved(carry.teachers, self.device), constants=moved(carry.constants, self.device)
+        )
+        self.params = {k: layout(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
+        self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
+        self.order, self.pixels = (draw(view.client, how, purpose) for purpose in ("order", "pixels"))
+        plain = not how.inputs.steps
+        self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
+        self._tables: dict[tuple[str, str], Tensor] = {}
+
+    def batches(self) -> Iterator[Batch]:
+        """The batches of all epochs, in order."""
+        steps = 0
+        for epoch, indices in enumerate(epochs(len(self.examples), self.how.plan, self.order, self.device)):
+            for i, index in enumerate(indices):
+                steps, last = steps + 1, i + 1 == len(indices)
+                n, done = len(index), ((steps, epoch + 1),)
+                yield Batch(index, index, None, epoch, n, i == 0, (n,), done, last)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of a batch."""
+        y = self.examples.labels[batch.index]
+        if self.still is not None:
+            return layout(self.still.images[batch.index]), y
+        return layout(self.how.inputs.trained_on(self.examples.images[batch.index], self.pixels)), y
+
+    def tables(self, name: str, what: str) -> Tensor | None:
+        """A teacher's outputs for all examples, made once; None where inputs vary, or not all examples are seen."""
+        if self.still is None or not many_passes(self.how.plan, self.examples):
+            return None
+        if (name, what) not in self._tables:
+            teacher = self.carry.teachers[name]
+            self._tables[name, what] = outputs(teacher, what, self.still, self.view.model, self.how)
+        return self._tables[name, what]
+
+    def each(self, run: Callable[..., T], *values: Any) -> T:
+        """``run`` with what the client started with, and these values."""
+        return run(self.carry, *values)
+
+    def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
+        """Scale gradients whose norm, over all leaves, is above ``norm``."""
+        torch.nn.utils.clip_grad_norm_(leaves.values(), norm)
+
+    def unstacked(self, tree: Tensors) -> list[Tensors]:
+        """The tensors of each client."""
+        return [tree]
+
+
+def outputs(teacher: Teacher, what: str, examples: Examples, spec: ModelSpec, how: How) -> Tensor:
+    """Logits or features of a frozen teacher for each example; ``spec``: its architecture, unless it brings its own."""
+    spec, params = teacher if isinstance(teacher, tuple) else (spec, teacher)
+    passes = ModelPasses(spec, how.inputs, how.precision)
+    return (passes.logits if what == "logits" else passes.features)(params, examples)
+
+
+def examples_of(view: View, stage: Stage) -> Examples:
+    """What a site trains on in a stage."""
+    return view.public if stage.view == "public" and view.public is not None else view.data
+
+
+def draw(client: int, how: How, purpose: str) -> torch.Generator:
+    """A client's generator for one purpose in a stage."""
+    return generator(seed_for(how.seed, how.stage.round, how.stage.index, client, purpose))
+
+
+def many_passes(plan: Plan, examples: Examples) -> bool:
+    """Whether training sees every example at least once."""
+    return plan.steps == 0 or plan.steps * plan.batch >= len(examples)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Tensors on a device, through mappings and pairs; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {k: moved(v, device) for k, v in value.items()}
+    return tuple(moved(v, device) for v in value) if isinstance(value, tuple) else value
+
+
+def epochs(n: int, plan: Plan, order: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
+    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
+    if n == 0:
+        return
+    left = plan.steps
+    count = plan.epochs if not left else -(-left // -(-n // plan.batch))
+    for _ in range(count):
+        positions = torch.randperm(n, generator=order) if plan.shuffle else torch.arange(n)
+        batches = list(torch.split(resident(positions, device), plan.batch))
+        yield batches[:left] if plan.steps else batches
+        left -= len(batches)
+
+
+def own_copies(tree: Tensors) -> dict[str, Tensor]:
+    """Copies in the CPU's memory that share nothing."""
+    return trees.clone(trees.on_cpu(tree))

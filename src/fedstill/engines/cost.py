@@ -1,0 +1,73 @@
+"""What a client's step costs, and from that which engine suits a run: by arithmetic alone, never by timing.
+
+A timing would choose differently from run to run, and the engines' last bits differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fedstill.engines.vectorised import why_not
+from fedstill.models import contract
+from fedstill.records import ModelSpec, Plan
+
+CROSSOVER = {"cpu": 20e6}
+"""Up to so many floating-point operations in a client's step, stacking clients beats training them side by side."""
+
+FEWEST = 4
+"""Clients in a stage from which stacking can pay."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """A stage as the cost model sees it: its plan, its clients, their architectures, the examples of the mean one."""
+
+    plan: Plan
+    clients: int
+    specs: Collection[ModelSpec]
+    examples: float
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations in a step of the costliest client, forward and backward, without teachers."""
+        batch = max(1.0, min(self.plan.batch, self.examples))
+        return max(3 * forward_flops(spec) * batch for spec in self.specs)
+
+
+def choice(stages: Collection[Work], device: str) -> tuple[str, str]:
+    """The engine for a run with these stages, "pooled" or "vectorised", and in words why."""
+    wide = [s for s in stages if s.clients > 1]
+    if not wide:
+        return "pooled", "one client acts at a time, so there is nothing to stack"
+    for stage in wide:
+        for spec in stage.specs:
+            if reason := why_not(spec, stage.plan):
+                return "pooled", reason
+    if device not in CROSSOVER:
+        return (
+            "pooled",
+            f"nobody has measured where stacking pays on {device}; engine = 'vectorised' tries it",
+        )
+    least, most, limit = min(s.clients for s in wide), max(s.flops for s in wide), CROSSOVER[device]
+    said = f"{most / 1e6:.3g} MFLOP in a client's step, {least} clients in a stage"
+    if least < FEWEST:
+        return "pooled", f"{said}: stacking takes {FEWEST}"
+    if most > limit:
+        return "pooled", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
+    return "vectorised", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
+
+
+@lru_cache(maxsize=64)
+def forward_flops(spec: ModelSpec) -> float:
+    """Floating-point operations of one example's forward pass, products only, as torch counts them."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    params = {k: v.to("meta") for k, v in contract.module(spec).state_dict().items()}
+    x = torch.zeros(1, *spec.input_shape, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        contract.forward(contract.module(spec, "frozen").eval(), params, x)
+    return float(counter.get_total_flops())

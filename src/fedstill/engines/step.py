@@ -1,0 +1,117 @@
+"""One batch as an objective sees it (records.Step), for one client and, under ``vmap``, for each client of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedstill.engines.precision import lowered
+from fedstill.models import contract
+from fedstill.records import Carry, Ends, ModelSpec, Tensors
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Table = Callable[[str, str], Tensor | None]
+"""(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run on each batch."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Which examples a step takes: of one client, (B,), or of K, (K, B), short ones padded.
+
+    ``index``: positions in a client's data; ``rows``: in the data of all clients, one below another; ``mask``: 1 for
+    real examples, None where all are. Of one client a number, of K a (K,) tensor: ``epoch``; ``sizes``, the number of
+    real examples; ``first``, whether the epoch begins; ``running``, whether the client still trains, None where all do.
+    On the host: ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``, whether
+    the (one) client's epoch ends.
+    """
+
+    index: Tensor
+    rows: Tensor
+    mask: Tensor | None
+    epoch: int | Tensor
+    sizes: int | Tensor
+    first: bool | Tensor
+    counts: tuple[int, ...]
+    done: tuple[tuple[int, int], ...]
+    ends: bool = False
+    running: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What a step runs: the student's module, and teachers, whose outputs may be known already."""
+
+    spec: ModelSpec
+    module: nn.Module
+    table: Table
+    precision: str
+    device: torch.device
+
+    def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
+        """Logits or features of a frozen teacher for one batch."""
+        known = self.table(name, what)
+        if known is not None:
+            return known[rows]
+        teacher = carry.teachers[name]
+        spec, params = teacher if isinstance(teacher, tuple) else (self.spec, teacher)
+        run = contract.forward if what == "logits" else contract.features
+        with torch.no_grad():
+            return lowered(run, self.precision, self.device)(contract.module(spec, "frozen").eval(), params, x)
+
+
+class Seen:
+    """A batch under training: forward passes are made once, when first asked for."""
+
+    def __init__(
+        self,
+        networks: Networks,
+        carry: Carry,
+        params: Tensors,
+        x: Tensor,
+        y: Tensor,
+        index: Tensor,
+        rows: Tensor,
+        mask: Tensor | None,
+        epoch: int,
+    ) -> None:
+        self._networks, self._carry, self._rows, self._mask = networks, carry, rows, mask
+        self.params, self.x, self.y, self.index, self.epoch = params, x, y, index, epoch
+        self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
+        self._logits: Tensor | None = None
+        self._features: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        if self._logits is None:
+            self._logits = self._run(contract.forward)(self._networks.module, self.params, self.x)
+        return self._logits
+
+    def features(self) -> Tensor:
+        if self._features is None:
+            self._features = self._run(contract.features)(self._networks.module, self.params, self.x)
+            self._logits = self._run(contract.head)(self._networks.module, self.params, self._features)
+        return self._features
+
+    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
+        return self._run(contract.slim)(self._networks.module, self.params, self.x, share)
+
+    def teacher(self, name: str) -> Tensor:
+        return self._networks.teacher(self._carry, name, "logits", self.x, self._rows)
+
+    def teacher_features(self, name: str) -> Tensor:
+        return self._networks.teacher(self._carry, name, "features", self.x, self._rows)
+
+    def mean(self, values: Tensor) -> Tensor:
+        return values.mean() if self._mask is None else (values * self._mask).sum() / self._mask.sum()
+
+    def share(self, raw: Tensor) -> Tensor:
+        real = raw if self._mask is None else raw * self._mask
+        return real / real.sum()
+
+    def _run(self, run: Callable[P, T]) -> Callable[P, T]:
+        return lowered(run, self._networks.precision, self._networks.device)

@@ -1,0 +1,83 @@
+"""Two rounds of any method under one engine, in float32 or float64, for tests that compare engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import plain
+import torch
+from torch import Tensor
+
+import toys
+from fedstill import registry
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.method import run_census, run_round
+from fedstill.records import Examples, Reply, State
+from fedstill.wire.screen import Refusal
+
+PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
+
+
+def experiment(name: str, engine: str, **changes: Any) -> Experiment:
+    """Six clients of unlike sizes, so that batches are padded and some clients end before others."""
+    needs = registry.lookup("method", name).build().requires()
+    values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine}
+    values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
+    values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
+    if registry.lookup("method", name).build().topology == "peer_to_peer":
+        values["rounds"] = 1
+    return toys.toy(name, **{**values, **changes})
+
+
+def in_double(ready: Prepared) -> Prepared:
+    """The same run with data and initial parameters in float64."""
+    world, sites = ready.world, ready.sites
+    for client in (-1, *range(world.clients)):
+        start = world.initial(client)
+        world._initial[world.model(client)] = {k: v.double() if v.is_floating_point() else v for k, v in start.items()}
+
+    def wide(examples: Examples | None) -> Examples | None:
+        return examples and replace(examples, images=sites.inputs.plain(examples.images).double())
+
+    wider = replace(sites, train=wide(sites.train), public=wide(sites.public), common_test=wide(sites.common_test))
+    return replace(ready, sites=wider)
+
+
+def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Refusal]]:
+    """The state after some rounds, and all replies and refusals on the way."""
+    method, world, rules = ready.settings.method, ready.world, ready.settings.rules
+    replies: list[Reply] = []
+    refused: list[Refusal] = []
+
+    def watch(stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
+        replies.extend(came)
+        refused.extend(gone)
+
+    with closing(ready.engine()) as engine:
+        state = method.setup(world)
+        if "label_counts" in method.requires():
+            state = run_census(state, world, engine, watch, rules)
+        for r in range(1, min(count, ready.settings["rounds"]) + 1):
+            state = run_round(method, state, ready.settings.topology(r, world), world, engine, watch, rules)
+    return state, replies, refused
+
+
+def tensors(state: State) -> dict[str, Tensor]:
+    """Everything in a state, by name."""
+    found = {f"params {k}": v for k, v in state.params.items()}
+    for group, value in state.extra.items():
+        if isinstance(value, Mapping):
+            found |= {f"{group} {k}": v for k, v in value.items()}
+        else:
+            found[group] = torch.as_tensor(value)
+    return found
+
+
+def ready(name: str, engine: str, **changes: Any) -> Prepared:
+    """A prepared run."""
+    return prepare(settle(experiment(name, engine, **changes)), toys.blobs())

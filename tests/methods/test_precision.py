@@ -1,0 +1,113 @@
+"""Precision: where it acts and where it must not, equal bits in the engines, and refusals by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import stacking
+import torch
+from torch import Tensor
+
+import toys
+from fedstill.engines import precision
+from fedstill.engines.loop import train
+from fedstill.errors import ConfigError
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+from fedstill.records import Carry, Plan, Stage, Step
+from fedstill.work import ClientWork
+
+
+@pytest.fixture(autouse=True)
+def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch imitates bfloat16 where a processor has none: slowly, but it can be tested."""
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: True)
+
+
+def rounded(v: Tensor) -> bool:
+    """Whether float32 numbers are all bfloat16 numbers."""
+    return v.dtype == torch.float32 and torch.equal(v, v.bfloat16().float())
+
+
+@dataclass(frozen=True)
+class Watched(ClientWork):
+    """Training that notes what it was given."""
+
+    seen: list[tuple[bool, ...]]
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        given = (step.features(), step.logits(), step.teacher("t"), step.teacher_features("t"))
+        self.seen.append(tuple(rounded(v) for v in given))
+        assert all(v.dtype == torch.float32 for v in (*given, *step.params.values()))
+        return super().terms(step, carry)
+
+
+@pytest.mark.parametrize("augment", [(), ("flip",)])
+def test_bfloat16_is_in_forward_passes_alone(augment: tuple[str, ...]) -> None:
+    ready = prepare(settle(toys.toy()), toys.blobs())
+    stage = Stage(1, 0, "train", (0,))
+    view, start = ready.sites.view(0, stage), ready.world.initial(0)
+    inputs = replace(ready.sites.inputs, steps=augment)
+    params = {}
+    for kind in ("fp32", "bf16"):
+        seen: list[tuple[bool, ...]] = []
+        carry = Carry(start, teachers={"t": start})
+        params[kind] = train(Watched(seen), carry, Plan(epochs=2, lr=0.1), stage, view, inputs, 7, kind).params
+        assert seen
+        assert set(seen) == {(kind == "bf16",) * 4}
+    for name, value in params["bf16"].items():
+        assert value.dtype == torch.float32
+        assert not rounded(value), "the weights that are kept are float32"
+        torch.testing.assert_close(value, params["fp32"][name], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedntd", "moon", "fedalign"])
+def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = {}
+    monkeypatch.setenv("FEDSTILL_WORKERS", "3")
+    for engine, kind in (("serial", "bf16"), ("pooled", "bf16"), ("pooled", "fp32")):
+        folders[engine, kind] = tmp_path / f"{engine}-{kind}"
+        experiment = stacking.experiment(name, engine, precision=kind, rounds=2)
+        run(experiment, folders[engine, kind], data=toys.blobs())
+    model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
+    assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
+    serial, pooled = (without_times(read(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
+    assert serial == pooled
+
+
+def test_a_stack_trains_in_bfloat16_too() -> None:
+    """A layer of a stack is one batched product, rounded elsewhere than a client's own."""
+    ends = []
+    for engine in ("serial", "vectorised"):
+        state, replies, refused = stacking.rounds(stacking.ready("fedntd", engine, precision="bf16"))
+        assert replies
+        assert not refused
+        ends.append(state.params)
+    for name in ends[0]:
+        torch.testing.assert_close(ends[1][name], ends[0][name], rtol=0, atol=0.02)
+    exact, _, _ = stacking.rounds(stacking.ready("fedntd", "vectorised"))
+    assert any(not torch.equal(ends[1][k], exact.params[k]) for k in exact.params)
+
+
+def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="'tf32' is a CUDA device's"):
+        settle(Experiment(precision="tf32"))
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
+    with pytest.raises(ConfigError, match="no units for bfloat16"):
+        settle(Experiment(precision="bf16"))
+    assert settle(Experiment())["precision"] == "fp32"
+
+
+def test_products_are_rounded_where_that_was_asked_for() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    for kind in ("tf32", "fp32", "bf16"):
+        precision.set_products(kind)
+        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (kind == "tf32")
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
