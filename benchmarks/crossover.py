@@ -74,7 +74,7 @@ def stage_seconds(engine: SerialEngine, ready: Prepared) -> float:
 def main() -> None:
     """Print one row a network and batch."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--clients", type=int, default=50)
+    options.add_argument("--clients", type=int, default=16)
     options.add_argument("--pairs", type=int, default=5)
     given = options.parse_args()
     table = Table(title=f"{given.clients} clients, two steps each, {given.pairs} pairs of stages")
