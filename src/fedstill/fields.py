@@ -20,7 +20,7 @@ Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 def check_ranges(thing: object) -> None:
     """Raise ConfigError if a field of a dataclass instance lies outside the range written in its annotation."""
-    for name, bounds in _ranges(type(thing)).items():
+    for name, bounds in _ranges(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name, None)
         for bound in bounds:
             if isinstance(value, (int, float)) and not _inside(value, bound):

@@ -29,9 +29,12 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine}
     values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
     values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
-    if registry.lookup("method", name).build().topology == "peer_to_peer":
+    topology = registry.lookup("method", name).build().topology
+    if topology == "peer_to_peer":
         values["rounds"] = 1
-    return toys.toy(name, **{**values, **changes})
+    if topology == "sequential":
+        values["topology"] = {"kind": "parallel", "clients": 6, "sampled": 4}
+    return toys.toy(**{"method": name, **values, **changes})
 
 
 def in_double(ready: Prepared) -> Prepared:
