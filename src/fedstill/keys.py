@@ -25,6 +25,11 @@ def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def resident(draws: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """What was drawn on the CPU, on a device; nothing waits for the copy to a CUDA device."""
+    return draws.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else draws.to(device)
+
+
 def numpy_generator(seed: int) -> np.random.Generator:
     """A NumPy generator that starts at ``seed``."""
     return np.random.Generator(np.random.PCG64(seed))

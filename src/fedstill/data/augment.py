@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fedstill.errors import ConfigError, UnknownName
+from fedstill.keys import resident
 
 STEPS = {
     "crop": "pad by 4 black pixels and cut out the old size at random",
@@ -28,7 +30,7 @@ HOLE = 16
 
 def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(x / 255 - mean) / std by channel. images: (B, C, H, W) uint8; mean, std: C numbers -> (B, C, H, W) float32."""
-    shift, scale = (torch.tensor(v, dtype=torch.float32, device=images.device).view(-1, 1, 1) for v in (mean, std))
+    shift, scale = (_by_channel(tuple(v), images.device) for v in (mean, std))
     return images.to(torch.float32).div_(255).sub_(shift).div_(scale)
 
 
@@ -47,12 +49,14 @@ def augment(
     inside = torch.ones(1, dtype=torch.bool, device=device)
     # From the batch back to the raw images: the step applied last is undone first.
     if "rotation" in steps:
-        rows, columns, inside = _rotation(rows, columns, _draw_angles(count, generator).to(device), height, width)
+        rows, columns, inside = _rotation(
+            rows, columns, resident(_draw_angles(count, generator), device), height, width
+        )
     if "flip" in steps:
-        mirrored = (torch.rand(count, generator=generator) < 0.5).to(device).view(-1, 1, 1)
+        mirrored = resident(torch.rand(count, generator=generator) < 0.5, device).view(-1, 1, 1)
         columns = torch.where(mirrored, width - 1 - columns, columns)
     if "crop" in steps or "crop_reflect" in steps:
-        offsets = torch.randint(2 * PADDING + 1, (count, 2), generator=generator).to(device) - PADDING
+        offsets = resident(torch.randint(2 * PADDING + 1, (count, 2), generator=generator), device) - PADDING
         rows, columns = rows + offsets[:, 0].view(-1, 1, 1), columns + offsets[:, 1].view(-1, 1, 1)
         if "crop_reflect" in steps:
             rows, columns = _mirror(rows, height), _mirror(columns, width)
@@ -68,6 +72,13 @@ def check_steps(steps: Collection[str]) -> None:
             raise UnknownName("augmentation", step, STEPS)
     if {"crop", "crop_reflect"} <= set(steps):
         raise ConfigError("augmentations 'crop' and 'crop_reflect' exclude each other; leave one out")
+
+
+@lru_cache(maxsize=32)
+def _by_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """(C, 1, 1) numbers on a device, sent there once: a batch must not wait for them."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=torch.float32, device=device).view(-1, 1, 1)
 
 
 def _grid(count: int, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -110,7 +121,7 @@ def _cutout(batch: Tensor, generator: torch.Generator) -> Tensor:
     """One hole an image, its centre uniform over the pixels; the hole reaches HOLE / 2 up and left, less one down."""
     count, _, height, width = batch.shape
     draws = [torch.randint(size, (count, 1), generator=generator) for size in (height, width)]
-    centre_row, centre_column = (draw.to(batch.device) for draw in draws)
+    centre_row, centre_column = (resident(draw, batch.device) for draw in draws)
     rows = torch.arange(height, device=batch.device).view(1, -1) - centre_row + HOLE // 2
     columns = torch.arange(width, device=batch.device).view(1, -1) - centre_column + HOLE // 2
     in_rows, in_columns = (rows >= 0) & (rows < HOLE), (columns >= 0) & (columns < HOLE)

@@ -35,8 +35,3 @@ class Inputs:
 def layout(tensor: Tensor) -> Tensor:
     """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def resident(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor made on the CPU, on a device; nothing waits for the copy to a CUDA device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.data.inputs import Inputs, layout, resident
+from fedstill.data.inputs import Inputs, layout
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import Batch
-from fedstill.keys import generator, seed_for
+from fedstill.keys import generator, resident, seed_for
 from fedstill.records import Carry, Examples, ModelSpec, Plan, Stage, Teacher, Tensors, View
 
 T = TypeVar("T")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.data.inputs import resident
 from fedstill.engines.alone import How, draw, epochs, examples_of, many_passes, moved, outputs
 from fedstill.engines.step import Batch
+from fedstill.keys import resident
 from fedstill.models import contract
 from fedstill.records import Carry, Examples, ModelSpec, Tensors, View
 
