@@ -1,0 +1,126 @@
+"""Seconds and bytes against clients, clients a round, model size and teachers: one thing varied at a time.
+
+``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows. Every row is a run
+in a process of its own, on synthetic images; memory is the most that process held (resident set), start-up included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: ``images`` in all, so that the data are as large whatever the number of clients is."""
+
+    clients: int = 1000
+    sampled: int = 20
+    width: int = 64
+    teachers: int = 0
+    method: str = "fedavg"
+    engine: str = "pooled"
+    rounds: int = 5
+    images: int = 20_000
+
+
+AXES: Mapping[str, tuple[Case, ...]] = {
+    "clients": tuple(Case(clients=n, method="moon") for n in (100, 1000, 10_000)),
+    "sampled": tuple(Case(sampled=n) for n in (10, 50, 100, 200)),
+    "stacked": tuple(Case(sampled=n, engine="vectorised") for n in (10, 50, 100, 200)),
+    "width": tuple(Case(width=n) for n in (64, 256, 1024, 2048)),
+    "teachers": tuple(Case(method="aver", teachers=n) for n in (0, 1, 5, 10)),
+}
+"""What is varied, by name; the rest of a case stays as it is."""
+
+
+def run_case(case: Case) -> dict[str, float]:
+    """Train a case: seconds to the first round, seconds a round, bytes of memory, of disk, of the journal."""
+    import torch
+
+    from fedstill import Experiment, run
+    from fedstill.data.sources import from_tensors
+    from fedstill.experiment.journal import read
+
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.arange(case.images) % 10
+    images = torch.randint(256, (case.images, 1, 8, 8), generator=draw, dtype=torch.uint8)
+    data = from_tensors("noise", (images, labels), (images[:500], labels[:500]))
+    topology = {"clients": case.clients, "sampled": case.sampled}
+    method: dict[str, object] = {"name": case.method}
+    if case.method == "aver":
+        method |= {"k": case.teachers, "teacher_choice": "random"}
+        topology["kind"] = "parallel"  # type: ignore[assignment]
+    experiment = Experiment(
+        method=method,
+        engine=case.engine,
+        rounds=case.rounds,
+        measure=(),
+        threads=1,
+        partition="iid",
+        topology=topology,
+        model={"name": "mlp", "hidden": (case.width, case.width)},
+        plan={"epochs": 1, "batch": 20, "lr": 0.001},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        run(experiment, Path(folder) / "run", data=data)
+        took = time.perf_counter() - began
+        events = [e for e in read(Path(folder) / "run/journal.jsonl") if e["event"] == "round"]
+        sizes = {p: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
+        journal = sizes[Path(folder) / "run/journal.jsonl"]
+    seconds = [e["seconds"] for e in events]
+    return {
+        "start": took - sum(seconds),
+        "round": statistics.median(seconds),
+        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "disk": float(sum(sizes.values())),
+        "journal": float(journal),
+    }
+
+
+def rows(names: list[str], rounds: int) -> Iterator[tuple[str, Case, dict[str, float]]]:
+    """Each case of some axes with what was measured."""
+    context = multiprocessing.get_context("spawn")
+    for name in names:
+        for case in AXES[name]:
+            one = replace(case, rounds=rounds)
+            with context.Pool(1) as pool:
+                yield name, one, pool.apply(run_case, (one,))
+
+
+def main() -> None:
+    """Measure, and print one row a run."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--only", nargs="*", choices=list(AXES), default=list(AXES))
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--json", type=Path)
+    given = options.parse_args()
+    table = Table(title=f"{given.rounds} rounds each; everything but the varied thing as in Case")
+    for head in ("varied", "run", "start-up, s", "round, s", "memory, MB", "disk, MB", "journal, MB"):
+        table.add_column(head, justify="left" if head in ("varied", "run") else "right")
+    kept = []
+    for name, case, got in rows(given.only, given.rounds):
+        said = f"{case.clients} clients, {case.sampled} a round, width {case.width}, {case.teachers} teachers"
+        bytes_ = [f"{got[k] / 1e6:.1f}" for k in ("memory", "disk", "journal")]
+        table.add_row(name, f"{case.method}, {said}", f"{got['start']:.2f}", f"{got['round']:.3f}", *bytes_)
+        kept.append({"varied": name, **asdict(case), **got})
+    Console(width=150).print(table)
+    if given.json:
+        given.json.write_text(json.dumps(kept, indent=1))
+
+
+if __name__ == "__main__":
+    main()
