@@ -14,6 +14,7 @@ from fedstill import trees
 from fedstill.aggregate import weighted_mean
 from fedstill.errors import Diverged, TooFewReplies
 from fedstill.fields import check_ranges
+from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.wire.screen import Refusal, Rules, screen
@@ -28,9 +29,11 @@ class Method:
     """The server's half of a method; its fields are its hyper-parameters. As it stands it is federated averaging.
 
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
-    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts").
+    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts",
+    "queries").
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise").
-    ``plans``: the paper's training settings by stage.
+    ``plans``: the paper's training settings by stage. ``personal``: the stages after which a client's own model is its
+    answer; of several, the last in which it acted. Without one its answer is the predictor ``client N``, or the first.
     """
 
     topology: ClassVar[str] = "parallel"
@@ -39,6 +42,7 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
     permits: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
+    personal: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -78,6 +82,25 @@ class Method:
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C)."""
         return {"global": predictor(state.model or world.model(SERVER), state.params)}
+
+
+@dataclass(frozen=True)
+class Alone(Method):
+    """The stage ``fit`` beside a method that has none: what clients reach alone is measured, and not folded."""
+
+    stages: ClassVar[frozenset[str]] = frozenset({FIT})
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        return Payload(params=world.initial(client))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Fit()
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state
+
+
+ALONE = Alone()
 
 
 class Engine(Protocol):
@@ -139,6 +162,7 @@ def _run_stage(
     watch: Watch,
     rules: Rules,
 ) -> State:
+    method = ALONE if stage.name == FIT and FIT not in method.stages else method
     downs = {c: d for c in stage.clients if (d := method.down(state, c, stage, world)) is not None}
     came = engine.run(method.work(stage), stage, downs, world.seed)
     replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)

@@ -151,6 +151,9 @@ class World(Protocol):
     def seed(self) -> int: ...
     @property
     def plans(self) -> Mapping[str, Plan]: ...
+    @property
+    def queries(self) -> Mapping[int, tuple[int, ...]]:
+        """The classes that each client asks for; a client that asks for none is left out."""
 
     def model(self, client: int) -> ModelSpec:
         """The architecture of a client, or of the server."""
@@ -200,6 +203,7 @@ class View:
     validation: Examples | None
     test: Examples | None
     passes: Passes
+    query: tuple[int, ...] = ()  # the classes that this client asks for
 
     @property
     def proportions(self) -> Tensor:

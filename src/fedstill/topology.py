@@ -101,10 +101,14 @@ class PublicLogits(_Sampled):
 class PeerToPeer:
     """Every client fits its own model in round 1; students then learn from their peers' models, and refine.
 
-    ``students``: ids of the clients that learn; empty, all do.
+    ``students``: ids of the clients that learn; empty, all do. ``server``: a stage of this name follows the fit, in
+    which the server works on public data. ``transfer``, ``refine``: whether there are these stages.
     """
 
     students: tuple[int, ...] = ()
+    server: str = ""
+    transfer: bool = True
+    refine: bool = True
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = tuple(range(world.clients))
@@ -112,8 +116,11 @@ class PeerToPeer:
         strangers = sorted(set(students) - set(everyone))
         if strangers:
             raise ConfigError(f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}")
-        fit = [Stage(round, 0, "fit", everyone)] if round == 1 else []
-        return _numbered([*fit, Stage(round, 0, "transfer", students), Stage(round, 0, "refine", students)])
+        stages = [Stage(round, 0, "fit", everyone)] if round == 1 else []
+        if self.server:
+            stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
+        later = [n for n, wanted in (("transfer", self.transfer), ("refine", self.refine)) if wanted]
+        return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
 
 
 def _numbered(stages: Sequence[Stage]) -> list[Stage]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from fedstill.errors import BadPayload
@@ -26,6 +28,10 @@ class ClientWork:
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         """What is sent up, and what this client remembers until it acts again."""
         return Payload(params=params), NOTHING
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """What the journal shall say of this client's stage beside losses and times: numbers, words, lists of them."""
+        return {}
 
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
         """Gradients as the optimiser shall see them."""

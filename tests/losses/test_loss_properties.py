@@ -28,6 +28,7 @@ TABLE: dict[str, Loss] = {
     "kd, cold": lambda s, t, y: losses.kd(s, t, 0.01),
     "kd, hot": lambda s, t, y: losses.kd(s, t, 4.0),
     "kd, standardised": lambda s, t, y: losses.kd(losses.standardize(s), losses.standardize(t), 3.0),
+    "masked_ce": lambda s, t, y: losses.masked_ce(s, t, MASK),
     "masked_kl": lambda s, t, y: losses.masked_kl(s, t, MASK),
     "tckd": lambda s, t, y: losses.tckd(s, t, y),
     "tckd, cold": lambda s, t, y: losses.tckd(s, t, y, 0.01),

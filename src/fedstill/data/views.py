@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ class SimulatedSites:
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
     ``own_test``: the test set of a real site, which stays there.
-    ``plans`` say by stage what share of its own data a client holds out. ``passes``: how a model is run over data.
+    ``plans`` say by stage what share of its own data a client holds out. ``queries``:
+    what clients ask for. ``passes``: how a model is run over data.
     """
 
     train: Examples
@@ -33,6 +34,7 @@ class SimulatedSites:
     public: Examples | None = None
     common_test: Examples | None = None
     own_test: Examples | None = None
+    queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
@@ -52,9 +54,10 @@ class SimulatedSites:
             return View(client, spec, data, counts, self.public, None, None, passes)
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0)
-        validation = self.train.take(held) if len(held) else None
+        validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
         counts = self.counts(client)
-        return View(client, spec, self.train.take(own), counts, self.public, validation, self.own_test, passes)
+        data, test = self.train.take(own), self.own_test
+        return View(client, spec, data, counts, self.public, validation, test, passes, query)
 
     def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
         part = self.parts[client]

@@ -23,12 +23,16 @@ from fedstill.work import ClientWork
 
 @dataclass(frozen=True)
 class Trained:
-    """What training gave: parameters and buffers, what ran, and the mean of each objective term in the last epoch."""
+    """What training gave: parameters and buffers, what ran, the mean of each objective term in the last epoch.
+
+    ``scores``: one for each epoch, where the plan asks for them.
+    """
 
     params: Tensors
     ran: Ran
     losses: Mapping[str, float]
     epochs: int = 0
+    scores: tuple[float, ...] = ()
 
 
 def train(
@@ -74,17 +78,17 @@ class _Training:
 
     def run(self) -> list[Trained]:
         best, batch = _Best(self.plan), None
+        scored = self.plan.validation > 0 or self.plan.keep == "best"
         for batch in self.clients.batches():
             self.step(batch)
-            scored = batch.ends and self.plan.validation > 0
-            if scored and best.seen(self.work.score(self.params, self.clients.view), self.params):
+            if scored and batch.ends and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
         split = [[own_copies(t) for t in self.clients.unstacked(tree)] for tree in (params, self.trace)]
         done = batch.done if batch else [(0, 0)] * len(split[0])
         losses = self.sums.means(len(split[0]))
         return [
-            Trained(params, Ran(steps, self.lr, trace), terms, epochs)
+            Trained(params, Ran(steps, self.lr, trace), terms, epochs, tuple(best.scores))
             for params, trace, terms, (steps, epochs) in zip(*split, losses, done, strict=True)
         ]
 
@@ -163,9 +167,11 @@ class _Best:
     score: float = float("-inf")
     params: dict[str, Tensor] = field(default_factory=dict)
     stale: int = 0
+    scores: list[float] = field(default_factory=list)
 
     def seen(self, score: float, params: Tensors) -> bool:
         """Take an epoch's score; True if training shall stop."""
+        self.scores.append(score)
         if score > self.score:
             self.score, self.params, self.stale = score, trees.clone(params), 0
         else:

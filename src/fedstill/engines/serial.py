@@ -17,6 +17,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import set_products
 from fedstill.errors import CorruptFile, FedstillError
+from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.work import ClientWork
@@ -56,7 +57,8 @@ class SerialEngine:
 
     ``threads``: torch threads in a stage of many clients, and in one of a single client; part of a run's definition,
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
-    float32 whatever the ``precision`` of training is.
+    float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are evaluated in
+    whichever round they are.
     """
 
     world: World
@@ -116,8 +118,10 @@ class SerialEngine:
         if trained is not None:
             params, ran = trained.params, trained.ran
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
+            metrics |= {"scores": list(trained.scores)} if trained.scores else {}
         up, memory = work.end(params, carry, ran, view, self.world)
         self.memory.hold(view.client, memory)
+        metrics |= work.report(params, carry, view, self.world)
         metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, params)
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
@@ -127,7 +131,8 @@ class SerialEngine:
         if view.test is not None and len(view.test) and params:
             return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
         test = self.sites.common_test
-        if stage.round not in self.measured or test is None or not params or view.client < 0:
+        due = stage.round in self.measured or (stage.name == FIT and bool(self.measured))
+        if not due or test is None or not params or view.client < 0:
             return {}
         start = time.perf_counter()
         right = self._right(view, params, test)

@@ -62,6 +62,20 @@ FLOWER: Fields = {
 }
 """``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how long to wait for them."""
 
+QUERY: Fields = {
+    "draw": (Literal["none", "single", "multi"], "none"),
+    "fewer_than": (Count, 50),
+    "least": (Count, 2),
+    "most": (Count, 3),
+    "seed": (Seed | None, None),
+    "classes": (dict[str, tuple[CountOrZero, ...]], {}),
+}
+"""``[query]``: which classes clients ask for, drawn, or written in ``[query.classes]`` as ``client = [classes]``.
+
+A class can be asked for by a client with ``fewer_than`` examples of it; a "multi" query has ``least`` to ``most``
+classes; ``seed``, unset, is the run's.
+"""
+
 PLAN: Fields = registry.Entry("plan", "plan", Plan).fields
 """``[plan]`` for all stages, ``[plan.STAGE]`` for one; unset, the method's."""
 
@@ -73,7 +87,7 @@ NAMED = {
 }
 """Tables that name a registered thing: under which key, and which one if none is named."""
 
-TABLES = ("data", "clients", "privacy", "flower", "plan", *NAMED)
+TABLES = ("data", "clients", "privacy", "flower", "plan", "query", *NAMED)
 
 DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
 """Values for parameters that a partition asks for and that we choose if nobody does."""
@@ -104,6 +118,7 @@ class Experiment:
     clients: Any = field(default_factory=dict)
     privacy: Any = field(default_factory=dict)
     flower: Any = field(default_factory=dict)
+    query: Any = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from fedstill import registry
+from fedstill.data import queries
 from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
 from fedstill.data.partition import cached, public_split
@@ -25,6 +27,7 @@ from fedstill.experiment.engine import ENGINES, resolved
 from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
+from fedstill.fitting import FIT
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
 
@@ -62,6 +65,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     classes = len(dataset.classes)
     parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
     world = world_of(settings, tuple(dataset.train.images.shape[1:]), classes)
+    world = replace(world, queries=asked(settings, label_counts(train.labels, parts, classes)))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
         train=train.to(settings["device"]),
@@ -74,6 +78,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         seed=settings["seed"],
         public=public and public.to(settings["device"]),
         common_test=test.to(settings["device"]) if len(test) else None,
+        queries=world.queries,
     )
     _check_fit(Prepared(settings, dataset, world, sites))
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
@@ -132,6 +137,27 @@ def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> li
     return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in parts]
 
 
+def label_counts(labels: torch.Tensor, parts: Sequence[torch.Tensor], classes: int) -> torch.Tensor:
+    """Label counts (clients, C) of a split."""
+    if not parts:
+        return torch.zeros(0, classes, dtype=torch.int64)
+    return torch.stack([torch.bincount(labels[part], minlength=classes) for part in parts])
+
+
+def asked(settings: Settings, counts: torch.Tensor) -> queries.Queries:
+    """The classes that each client asks for, written or drawn; raises ConfigError for a query nobody can answer."""
+    table = settings["query"]
+    if table["draw"] == "none":
+        written = {int(client): classes for client, classes in table["classes"].items()}
+        if on_sites(settings):
+            return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
+        return queries.check(written, counts, table["fewer_than"])
+    if on_sites(settings):
+        raise ConfigError("query.draw: nobody sees what sites hold; write [query.classes]")
+    seed = settings["seed"] if table.get("seed") is None else table["seed"]
+    return queries.draw(counts, table["draw"], seed, table["fewer_than"], table["least"], table["most"])
+
+
 def _smaller(examples: Examples, size: int, key: str) -> Examples:
     if size == 0:
         return examples
@@ -178,7 +204,7 @@ def _check_fit(prepared: Prepared) -> None:
     method, world, settings = prepared.settings.method, prepared.world, prepared.settings
     name, kind = settings["method"]["name"], settings["topology"]["kind"]
     schedule = [*settings.topology(1, world), *settings.topology(settings["rounds"], world)]
-    unknown = sorted({s.name for s in schedule} - method.stages)
+    unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
     if unknown:
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
@@ -198,6 +224,10 @@ def _check_fit(prepared: Prepared) -> None:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
+        )
+    if "queries" in method.requires() and not world.queries:
+        raise IncompatibleMethod(
+            f"method {name} needs queries: set query.draw = 'single' or 'multi', or write [query.classes]"
         )
     if "public_data" in method.requires() and prepared.sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")

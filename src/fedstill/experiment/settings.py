@@ -14,9 +14,10 @@ from fedstill import registry
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import checked, on_one_line, shown
-from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, TOP, Experiment, fields_of, plan_for
+from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, QUERY, TOP, Experiment, fields_of, plan_for
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count
+from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.topology import Topology
@@ -73,8 +74,8 @@ def settle(experiment: Experiment) -> Settings:
     topology, topology_values = _thing(experiment, "topology", default, {method.topology: method.schedule})
     model_values = _values(experiment, "model", default)
     partition_values = _values(experiment, "partition", default)
-    plans = _plans(method, experiment.table("plan"))
     flower = _flower(experiment)
+    plans = _plans(method, experiment.table("plan"), topology_values)
     _check_rounds(top, topology_values)
     tree = {
         **top,
@@ -85,6 +86,7 @@ def settle(experiment: Experiment) -> Settings:
         "method": method_values,
         "clients": rules,
         **({"flower": flower} if top["engine"] == "flower" else {}),
+        "query": _query(experiment.table("query")),
         "plan": {name: {f.name: getattr(p, f.name) for f in fields(p)} for name, p in plans.items()},
     }
     limits = Rules(rules["quorum"], rules["norm_limit"])
@@ -169,16 +171,17 @@ def _clients(experiment: Experiment) -> int:
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
-def _plans(method: Method, table: Mapping[str, Any]) -> dict[str, Plan]:
+def _plans(method: Method, table: Mapping[str, Any], topology: Mapping[str, Any]) -> dict[str, Plan]:
+    plans = {**({FIT: FITTING} if topology.get("first") == FIT else {}), **method.plans}
     for name, value in table.items():
-        if isinstance(value, Mapping) and name not in method.plans:
-            raise UnknownName("stage", name, method.plans, where="plan")
-        if name in method.plans and not isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name not in plans:
+            raise UnknownName("stage", name, plans, where="plan")
+        if name in plans and not isinstance(value, Mapping):
             raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
     common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
     return {
         stage: plan_for(default, {**common, **table.get(stage, {})}, f"plan.{stage}")
-        for stage, default in method.plans.items()
+        for stage, default in plans.items()
     }
 
 
@@ -189,6 +192,20 @@ def _flower(experiment: Experiment) -> dict[str, Any]:
     elif flower["data"] == "sites":
         raise ConfigError("flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` made")
     return flower
+
+
+def _query(table: Mapping[str, Any]) -> dict[str, Any]:
+    written = table.get("classes", {})
+    if isinstance(written, Mapping):
+        lists = {str(k): tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+        table = {**table, "classes": lists}
+    found = checked(QUERY, table, "query")
+    for client in found["classes"]:
+        if not client.isdecimal():
+            raise ConfigError(f"query.classes.{client}: a client is a whole number, e.g. [query.classes] 3 = [7, 9]")
+    if found["classes"] and found["draw"] != "none":
+        raise ConfigError("query: classes are written and drawn; leave query.draw or [query.classes] out")
+    return found
 
 
 def _threads(value: Any) -> tuple[int, int]:

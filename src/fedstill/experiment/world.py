@@ -12,7 +12,10 @@ from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
 @dataclass(frozen=True)
 class Federation:
-    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty."""
+    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty.
+
+    ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
+    """
 
     clients: int
     classes: int
@@ -21,6 +24,7 @@ class Federation:
     plans: Mapping[str, Plan]
     server_model: ModelSpec
     client_models: tuple[ModelSpec, ...] = ()
+    queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     def model(self, client: int) -> ModelSpec:

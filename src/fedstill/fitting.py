@@ -1,0 +1,47 @@
+"""The stage ``fit``: every client trains a model of its own, alone, before it asks or averages with anybody.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
+Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says there is none of: a
+tenth of the client's own data is held out in this stage alone, and the best epoch's model is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedstill.keys import seed_for
+from fedstill.models.contract import predictor
+from fedstill.records import SERVER, Carry, Plan, Tensors, View, World
+from fedstill.teachers import noise_probe
+from fedstill.work import ClientWork
+
+FIT = "fit"
+
+SAMPLES = 20
+"""Examples of noise in a probe. Source: QKT, section 4.3."""
+
+FITTING = Plan(
+    epochs=100,
+    batch=32,
+    optimiser="adam",
+    lr=0.001,
+    weight_decay=4e-4,
+    validation=0.1,
+    patience=10,
+    keep="best",
+)
+"""QKT's settings for models that clients train alone."""
+
+
+def probe_seed(world: World) -> int:
+    """The seed of the noise that all models of a run are shown."""
+    return seed_for(world.seed, 0, 0, SERVER, "probe")
+
+
+class Fit(ClientWork):
+    """Plain local training; the journal then says what the model predicts on noise."""
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer will guess what this model knows."""
+        seen = noise_probe(predictor(view.model, params), view.model.input_shape, SAMPLES, probe_seed(world))
+        return {"probe": [round(p, 6) for p in seen.double().tolist()]}

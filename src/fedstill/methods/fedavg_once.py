@@ -1,0 +1,41 @@
+"""FedAvg(1): the mean of the models that clients trained alone; one exchange, no more.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
+Reading: the paper says one round of FedAvg; we average the models trained to their end, for those are what one exchange
+between peers can give. Models that started equal and trained apart average to about chance, as in the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.method import Method
+from fedstill.methods.local_only import LocalOnly
+from fedstill.records import SERVER, Reply, Stage, State, World
+from fedstill.registry import method
+
+
+@method("fedavg_once")
+@dataclass(frozen=True)
+class FedAvgOnce(LocalOnly):
+    """The mean, once, of models that clients trained alone."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
+    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
+    personal: ClassVar[frozenset[str]] = frozenset()
+
+    aggregation: Weighting = "examples"
+
+    def setup(self, world: World) -> State:
+        return State(params=world.initial(SERVER))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state.next(params=weighted_mean(replies, weighting=self.aggregation))
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        return Method.predictors(self, state, world)

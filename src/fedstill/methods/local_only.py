@@ -1,0 +1,53 @@
+"""Local only: every client trains a model of its own and asks nobody; what all one-shot methods start from.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedstill.fitting import FIT, FITTING, Fit
+from fedstill.method import Method
+from fedstill.records import Payload, Plan, Reply, Stage, State, Tensors, World, many
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("local_only")
+@dataclass(frozen=True)
+class LocalOnly(Method):
+    """Each client trains alone; nothing is exchanged."""
+
+    topology: ClassVar[str] = "peer_to_peer"
+    schedule: ClassVar[Mapping[str, Any]] = {"transfer": False, "refine": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT})
+    needs: ClassVar[frozenset[str]] = frozenset()
+    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING}
+    personal: ClassVar[frozenset[str]] = frozenset({FIT})
+    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
+
+    def setup(self, world: World) -> State:
+        return State(params={})  # there is no global model
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        return Payload(params=world.initial(client))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Fit()
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        sizes: dict[str, int] = {f"size.{r.client}": r.examples for r in replies}
+        return state.next(**many("model", {r.client: r.up.params for r in replies}), **sizes)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {}
+
+
+def fitted(state: State) -> dict[int, Tensors]:
+    """The models that clients trained alone, by client."""
+    return state.extra.many("model")

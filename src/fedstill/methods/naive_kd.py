@@ -1,0 +1,89 @@
+"""Naive KD: a client distils the models of all its peers into its own, on its own data.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), eq. 1.
+Symbols: alpha = weight of the distillation; tau = ``temperature``; T = the teachers, all other clients.
+Reading: the sum over teachers is a sum, not a mean, in the text and in eq. 1 and 4.
+Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set ``[plan.transfer] epochs``.
+Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself included (0: all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import CountOrZero, NonNegative, Positive
+from fedstill.fitting import FIT, FITTING, Fit
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.ensemble import asked_peers
+from fedstill.methods.local_only import LocalOnly, fitted
+from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+TRANSFER = "transfer"
+
+TRANSFERRING = replace(FITTING, epochs=25, validation=0.0, patience=0, keep="last")
+"""QKT's settings for learning from peers, each phase with an optimiser of its own."""
+
+
+@method("naive_kd")
+@dataclass(frozen=True)
+class NaiveKD(LocalOnly):
+    """Distil all peers' models, all classes alike, into the client's own."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
+    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, TRANSFER: TRANSFERRING}
+    personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
+
+    alpha: NonNegative = 1.0
+    temperature: Positive = 1.0
+    participants: CountOrZero = 0
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == FIT:
+            return super().down(state, client, stage, world)
+        if world.queries and client not in world.queries:
+            return None
+        return self.with_peers(state, client, world)
+
+    def with_peers(self, state: State, client: int, world: World) -> Payload | None:
+        """A client's own model and those of the peers it asks; None if it could not fit one."""
+        models = fitted(state)
+        if client not in models:
+            return None
+        peers = {c: models[c] for c in asked_peers(client, self.participants, world) if c in models}
+        return Payload({"params": models[client], **many("peer", peers)})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Fit() if stage.name == FIT else Distilled(self)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == FIT:
+            return super().fold(state, replies, stage, world)
+        return state.next(**many("student", {r.client: r.up.params for r in replies}))
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {}
+
+
+@dataclass(frozen=True)
+class Distilled(ClientWork):
+    """Cross-entropy, and alpha times the sum over teachers of their divergence."""
+
+    method: NaiveKD
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(down.params, {str(c): (world.model(c), p) for c, p in down.many("peer").items()})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        terms = {"ce": cross_entropy(step.logits(), step.y)}
+        if carry.teachers:
+            teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
+            terms["teachers"] = self.method.alpha * kd(step.logits(), teachers, self.method.temperature).sum(0)
+        return terms

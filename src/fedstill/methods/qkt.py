@@ -1,0 +1,184 @@
+"""QKT: a client asks its peers for classes that it lacks, learns those from who knows them, then mends its head.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (2025), eq. 2 to 5 and
+Algorithm 1; selective weight masking from appendix A.5; var-E from appendix A.6.5.
+Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in naive KD; T_Q = the
+teachers whose mean softmax on ``samples`` examples of noise reaches ``threshold`` for a class of Q; Z = ``frozen``.
+Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the negative of it. Its
+gradient is that of ``masked_kl``, and it cannot be negative.
+Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
+CIFAR-100 (``query_weight``).
+Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
+Reading: without any teacher in T_Q the client goes on with cross-entropy alone.
+Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
+Reading: importance is "L2 norm-based, averaged over batches": the root of the mean square of the batches' gradients of
+cross-entropy, at the start of phase 2; ``importance`` also offers the mean size. Z counts the head's entries, weights
+and biases alike. Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
+Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them needs them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import Count, Positive, Share
+from fedstill.fitting import FIT, FITTING, Fit, probe_seed
+from fedstill.losses import cross_entropy, masked_ce
+from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
+from fedstill.metrics import average_accuracy, class_accuracy
+from fedstill.models.contract import predictor
+from fedstill.records import Carry, Payload, Plan, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.teachers import noise_probe
+from fedstill.work import ClientWork
+
+REFINE = "refine"
+HEAD = "head."
+
+
+@method("qkt")
+@dataclass(frozen=True)
+class QKT(NaiveKD):
+    """Learn the classes asked for from peers that know them, then refine the old head on the new features."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
+    needs: ClassVar[frozenset[str]] = frozenset({"head", "queries"})
+    plans: ClassVar[Mapping[str, Plan]] = {
+        FIT: FITTING,
+        TRANSFER: TRANSFERRING,
+        REFINE: replace(TRANSFERRING, norm="frozen"),
+    }
+    personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
+
+    query_weight: Positive = 1.5
+    threshold: Share = 0.01
+    samples: Count = 20
+    teachers: Literal["filtered", "all"] = "filtered"
+    classes: Literal["masked", "all"] = "masked"
+    phases: Literal[1, 2] = 2
+    head: Literal["local", "phase1"] = "local"
+    frozen: Share = 0.0
+    importance: Literal["rms", "mean"] = "rms"
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if client not in world.queries and stage.name != FIT:
+            return None
+        if stage.name != REFINE:
+            return super().down(state, client, stage, world)
+        learned, start = self.after_phase1(state, client), self.with_peers(state, client, world)
+        if self.phases == 1 or learned is None or start is None:
+            return None
+        return Payload({**start, "params": {**learned, **(head_of(start.params) if self.old_head else {})}})
+
+    def after_phase1(self, state: State, client: int) -> Tensors | None:
+        """The model whose extractor a client refines a head on; None if it has none."""
+        return state.extra.many("student").get(client)
+
+    @property
+    def old_head(self) -> bool:
+        """Whether phase 2 starts from the head that the client had before phase 1."""
+        return self.head == "local"
+
+    def work(self, stage: Stage) -> ClientWork:
+        if stage.name == REFINE:
+            return PartlyRefined(self) if self.frozen else Refined(self)
+        return Fit() if stage.name == FIT else Queried(self)
+
+    def mask(self, client: int, counts: Tensor, world: World) -> Tensor:
+        """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the rest."""
+        if self.classes == "all":
+            return torch.ones(world.classes)
+        mask = (counts > 0).float()
+        mask[list(world.queries[client])] = self.query_weight
+        return mask
+
+    def useful(self, probe: Tensor, query: Sequence[int]) -> bool:
+        """Whether a teacher with this mean softmax (C,) on noise is in T_Q."""
+        return self.teachers == "all" or bool((probe[list(query)] >= self.threshold).any())
+
+
+@dataclass(frozen=True)
+class Queried(ClientWork):
+    """Cross-entropy, and the masked cross-entropy towards each teacher that knows a class asked for."""
+
+    method: QKT
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        teachers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
+        query, seed, samples = world.queries[view.client], probe_seed(world), self.method.samples
+        probes = [noise_probe(predictor(s, p), s.input_shape, samples, seed) for s, p in teachers.values()]
+        use = torch.tensor([float(self.method.useful(p, query)) for p in probes]).reshape(-1, 1)
+        mask = self.method.mask(view.client, view.counts, world)
+        return Carry(down.params, teachers, constants={"use": use, "mask": mask})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        terms = {"ce": cross_entropy(step.logits(), step.y)}
+        if carry.teachers:
+            teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
+            each = masked_ce(step.logits(), teachers, carry["mask"], self.method.temperature)  # (T, B)
+            terms["teachers"] = self.method.alpha * (carry["use"] * each).sum(0)
+        return terms
+
+    def score(self, params: Tensors, view: View) -> float:
+        """Average Accuracy on the public data, for plans that keep the best epoch; without any, as other clients do."""
+        if view.public is None:
+            return super().score(params, view)
+        y, classes = view.public.labels.cpu(), len(view.counts)
+        hit = y[view.logits(params, "public").argmax(1) == y]
+        accuracy = class_accuracy(torch.bincount(hit, minlength=classes), torch.bincount(y, minlength=classes))
+        return average_accuracy(accuracy, view.proportions, view.query)
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        used = [int(c) for c, u in zip(carry.teachers, carry["use"].flatten().tolist(), strict=True) if u]
+        return {"query": list(world.queries[view.client]), "teachers": used}
+
+
+@dataclass(frozen=True)
+class Refined(Queried):
+    """The same for the head alone."""
+
+    def trainable(self, name: str) -> bool:
+        return name.startswith(HEAD)
+
+
+@dataclass(frozen=True)
+class PartlyRefined(Refined):
+    """The same without the most important share Z of the head's entries, which stay as they are to the bit."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        carry = super().begin(down, memory, view, world)
+        frozen = self.most_important(self.scores(down.params, view, world))
+        return replace(carry, constants={**carry.constants, "frozen": frozen})
+
+    def settle(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    ) -> tuple[Tensors, Tensors]:
+        return {k: torch.where(carry["frozen"][k], before[k], v) for k, v in after.items()}, trace
+
+    def scores(self, params: Tensors, view: View, world: World) -> dict[str, Tensor]:
+        """The importance of every entry of the head, from the gradients of batches of the client's own data."""
+        rms, batch = self.method.importance == "rms", world.plans[REFINE].batch
+        total: dict[str, Tensor] = {}
+        for grads in view.gradients(params, cross_entropy, batch):
+            own = {k: g.square() if rms else g.abs() for k, g in head_of(grads).items()}
+            total = {k: total[k] + v for k, v in own.items()} if total else own
+        return total
+
+    def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Which entries are among the share Z with the highest scores; of equal ones the first."""
+        flat = torch.cat([v.flatten() for v in scores.values()])
+        top = torch.zeros(len(flat), dtype=torch.bool)
+        top[flat.argsort(descending=True, stable=True)[: round(self.method.frozen * len(flat))]] = True
+        parts = top.split([v.numel() for v in scores.values()])
+        return {k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)}
+
+
+def head_of(params: Tensors) -> dict[str, Tensor]:
+    """The entries of a model's head."""
+    return {k: v for k, v in params.items() if k.startswith(HEAD)}

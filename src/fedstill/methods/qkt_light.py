@@ -1,0 +1,118 @@
+"""QKT Light: phase 1 is naive KD, the same for every query, and can be done once for all; phase 2 is QKT's.
+
+Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.4.
+Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer client" lets one do it
+for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
+Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
+Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where phase 1 is shared: then
+the head of phase 1 is refined. ``head`` chooses; "auto" is as said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import IncompatibleMethod
+from fedstill.fitting import FIT, FITTING
+from fedstill.losses import kd
+from fedstill.methods.local_only import fitted
+from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, Distilled
+from fedstill.methods.qkt import QKT, REFINE
+from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, Tensors, World, many
+from fedstill.registry import method
+from fedstill.trees import mean
+from fedstill.work import ClientWork
+
+SERVERS = "transfer_server"
+
+
+@method("qkt_light")
+@method("qkt_light_volunteer", about="QKT Light whose phase 1 one client does for all.", phase1="volunteer")
+@dataclass(frozen=True)
+class QKTLight(QKT):
+    """Naive KD of all classes alike, then QKT's refinement of the head for the classes asked for."""
+
+    plans: ClassVar[Mapping[str, Plan]] = {**QKT.plans, REFINE: replace(QKT.plans[REFINE], epochs=5)}
+
+    head: Literal["auto", "local", "phase1"] = "auto"  # type: ignore[assignment]
+    phase1: Literal["student", "volunteer"] = "student"
+
+    def requires(self) -> frozenset[str]:
+        return self.needs | ({"same_shapes"} if self.phase1 == "volunteer" else set())
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == TRANSFER and self.phase1 == "volunteer":
+            return self.with_peers(state, client, world) if client == volunteer(state) else None
+        return super().down(state, client, stage, world)
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Distilled(self) if stage.name == TRANSFER else super().work(stage)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == TRANSFER and self.phase1 == "volunteer":
+            return state.next(shared=replies[0].up.params)
+        return super().fold(state, replies, stage, world)
+
+    def after_phase1(self, state: State, client: int) -> Tensors | None:
+        return state.extra.tensors("shared") if "shared" in state.extra else super().after_phase1(state, client)
+
+    @property
+    def old_head(self) -> bool:
+        return self.head == "local" or (self.head == "auto" and self.phase1 == "student")
+
+
+@method("qkt_light_server")
+@dataclass(frozen=True)
+class QKTLightServer(QKTLight):
+    """QKT Light whose phase 1 the server does for all, on unlabelled public data."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS, "transfer": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, SERVERS, REFINE})
+    needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data", "same_shapes"}
+    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, SERVERS: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
+    personal: ClassVar[frozenset[str]] = frozenset({FIT, REFINE})
+
+    phase1: Literal["server"] = "server"  # type: ignore[assignment]
+    start: Literal["volunteer", "mean"] = "volunteer"
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        if SERVERS not in {s.name for s in stages}:
+            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {SERVERS!r}")
+        return state
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name != SERVERS:
+            return super().down(state, client, stage, world)
+        models = fitted(state)
+        if not models:
+            return None
+        own = mean(list(models.values()), [1.0] * len(models)) if self.start == "mean" else models[volunteer(state)]
+        return Payload({"params": own, **many("peer", models)})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Unlabelled(self) if stage.name == SERVERS else super().work(stage)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == SERVERS:
+            return state.next(shared=replies[0].up.params)
+        return super().fold(state, replies, stage, world)
+
+
+@dataclass(frozen=True)
+class Unlabelled(Distilled):
+    """The sum over all models of their divergence; no label is read."""
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
+        return {"teachers": kd(step.logits(), teachers, self.method.temperature).sum(0)}
+
+
+def volunteer(state: State) -> int:
+    """The client with most examples; of several, the first; -1 if none has fitted a model."""
+    sizes = {c: state.extra.number(f"size.{c}") for c in fitted(state)}
+    return max(sizes, key=lambda c: (sizes[c], -c), default=-1)
