@@ -151,6 +151,7 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
 
 def _show(result: fedstill.Result) -> int:
     from fedstill.report import terminal
+    from fedstill.report.summary import MEASURES
 
     s = result.summary
     rows = [
@@ -158,6 +159,7 @@ def _show(result: fedstill.Result) -> int:
         ("accuracy, best round", terminal.percent(s["best_accuracy"])),
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
         ("forgetting", terminal.percent(s["forgetting"])),
+        *((m.title, terminal.percent(s[m.key])) for m in MEASURES if m.key.startswith("query_") and m.key in s),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),

@@ -16,7 +16,9 @@ from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.prepare import Prepared
+from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
+from fedstill.metrics.answers import answers
 from fedstill.metrics.local import local_accuracies
 from fedstill.records import Payload, Reply, Stage
 from fedstill.wire.screen import Refusal
@@ -32,6 +34,7 @@ class Measuring:
     spent: float = 0.0  # seconds of this round's measures
     seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
     _replies: list[dict[str, Any]] = field(default_factory=list)
+    _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -42,7 +45,8 @@ class Measuring:
         """How the data are split: classes, and label counts by client."""
         sites, data = self.prepared.sites, self.prepared.dataset
         counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
-        return {"classes": list(data.classes), "label_counts": counts}
+        asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
+        return {"classes": list(data.classes), "label_counts": counts, **({"queries": asked} if asked else {})}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
@@ -75,8 +79,7 @@ class Measuring:
             for r in refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
-        self._replies += events
-        self._count_local(events)
+        self._note(events)
         yield from events
 
     def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
@@ -111,6 +114,7 @@ class Measuring:
             "forgetting": forgetting(classes),
             "consistency": consistency(before["class_accuracy"], measured["class_accuracy"]),
             **local_accuracies(replies, before["class_accuracy"], measured["class_accuracy"], self._totals()),
+            **self._answers(replies, measured),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
@@ -135,8 +139,7 @@ class Measuring:
                 self.history.append(rest)
                 self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
-                self._replies.append(dict(rest))
-                self._count_local([event])
+                self._note([dict(rest)])
             elif event["event"] == "measure":
                 self._count(event["measure"], event["seconds"])
 
@@ -153,6 +156,20 @@ class Measuring:
     def _room(self) -> Room | None:
         sites = self.prepared.sites
         return Room(self.prepared.world, sites.common_test, sites.inputs, sites) if sites.common_test else None
+
+    def _note(self, events: Sequence[dict[str, Any]]) -> None:
+        self._replies += events
+        self._count_local(events)
+        self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
+
+    def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of the clients' queries."""
+        world, sites = self.prepared.world, self.prepared.sites
+        if not world.queries or not sites.parts:
+            return {}
+        counts = [sites.counts(c).tolist() for c in range(world.clients)]
+        personal = self.prepared.settings.method.personal
+        return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """Accuracy of the first predictor, and under ``others`` of any further ones."""

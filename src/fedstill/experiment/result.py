@@ -16,7 +16,11 @@ from fedstill.errors import CorruptFile
 from fedstill.experiment import journal as journals
 from fedstill.experiment.settings import Settings
 from fedstill.files import write_whole
+from fedstill.metrics.answers import MEASURES
 from fedstill.records import State
+
+QUERIED = tuple(f"query_{name}" for name in MEASURES)
+"""What a summary says of a run whose clients asked for classes."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def summary_of(
         "best_accuracy": max(seen, default=None),
         "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,
         "forgetting": history[-1]["forgetting"],
+        **{k: history[-1][k] for k in QUERIED if k in history[-1]},
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),

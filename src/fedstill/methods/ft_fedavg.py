@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from fedstill.fitting import FIT, FITTING
 from fedstill.methods.fedavg import FedAvg
-from fedstill.records import Plan, Reply, Stage, State, World, many
+from fedstill.methods.local_only import with_students
+from fedstill.records import Plan, Reply, Stage, State, World
 from fedstill.registry import method
 
 LAST = "finetune"
@@ -35,5 +36,5 @@ class FTFedAvg(FedAvg):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == LAST:
-            return state.next(**many("student", {r.client: r.up.params for r in replies}))
+            return with_students(state, replies)
         return super().fold(state, replies, stage, world)

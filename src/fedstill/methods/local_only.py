@@ -6,7 +6,7 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -41,11 +41,18 @@ class LocalOnly(Method):
         return Fit()
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        sizes: dict[str, int] = {f"size.{r.client}": r.examples for r in replies}
-        return state.next(**many("model", {r.client: r.up.params for r in replies}), **sizes)
+        sizes = {f"size.{r.client}": r.examples for r in replies}
+        models = many("model", {r.client: r.up.params for r in replies})
+        return replace(state, extra=Payload({**state.extra, **models, **sizes}))
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
+
+
+def with_students(state: State, replies: Sequence[Reply]) -> State:
+    """The state with what clients ended with, in groups ``student``."""
+    students = many("student", {r.client: r.up.params for r in replies})
+    return replace(state, extra=Payload({**state.extra, **students}))
 
 
 def fitted(state: State) -> dict[int, Tensors]:

@@ -20,7 +20,7 @@ from fedstill.fields import CountOrZero, NonNegative, Positive
 from fedstill.fitting import FIT, FITTING, Fit
 from fedstill.losses import cross_entropy, kd
 from fedstill.methods.ensemble import asked_peers
-from fedstill.methods.local_only import LocalOnly, fitted
+from fedstill.methods.local_only import LocalOnly, fitted, with_students
 from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
 from fedstill.work import ClientWork
@@ -66,7 +66,7 @@ class NaiveKD(LocalOnly):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
             return super().fold(state, replies, stage, world)
-        return state.next(**many("student", {r.client: r.up.params for r in replies}))
+        return with_students(state, replies)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}

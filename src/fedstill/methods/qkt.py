@@ -175,7 +175,7 @@ class PartlyRefined(Refined):
         flat = torch.cat([v.flatten() for v in scores.values()])
         top = torch.zeros(len(flat), dtype=torch.bool)
         top[flat.argsort(descending=True, stable=True)[: round(self.method.frozen * len(flat))]] = True
-        parts = top.split([v.numel() for v in scores.values()])
+        parts = torch.split(top, [v.numel() for v in scores.values()])
         return {k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)}
 
 

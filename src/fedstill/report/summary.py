@@ -32,6 +32,11 @@ MEASURES = (
     Measure("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
     Measure("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
     Measure("forgetting", "forgetting F", "%", 100, 2, "how far classes are below their best earlier round, mean"),
+    Measure("query_average_accuracy", "asked: average", "%", 100, 2, "own classes by share, classes asked for in full"),
+    Measure("query_gain", "gain", "%", 100, 2, "how far accuracy on the classes asked for rose over the client alone"),
+    Measure("query_forgetting", "loss", "%", 100, 2, "how far accuracy on own classes fell under the client's alone"),
+    Measure("query_uniform_accuracy", "uniform", "%", 100, 2, "own classes and those asked for, all alike"),
+    Measure("query_average_accuracy_before", "alone", "%", 100, 2, "the average accuracy that the client had alone"),
     Measure("in_local_accuracy", "in-local", "%", 100, 2, "local models on classes as their own client has them"),
     Measure("out_local_accuracy", "out-local", "%", 100, 2, "local models on the classes that their client lacks"),
     Measure("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
@@ -87,7 +92,7 @@ def measures(run: Run) -> dict[str, float | None]:
         return dict.fromkeys((m.key for m in MEASURES), None)
     accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
     last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
-    local = {k: _last(run, k) for k in ("in_local_accuracy", "out_local_accuracy")}
+    local = {m.key: _last(run, m.key) for m in MEASURES if m.key.startswith(("in_local", "out_local", "query_"))}
     sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
     return {
         **last,

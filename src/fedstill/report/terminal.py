@@ -73,8 +73,12 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 
 
 def results(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
+    asked = [m for m in MEASURES if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
+    usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
     shown = [
-        m for m in MEASURES if m.key in ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting", "seconds")
+        *([] if asked else [m for m in MEASURES if m.key in usual]),
+        *asked,
+        *(m for m in MEASURES if m.key == "seconds"),
     ]
     rows = []
     for group in compared:

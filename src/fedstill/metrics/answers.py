@@ -1,0 +1,82 @@
+"""What came of the clients' queries: per client and over clients, from the events of a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedstill.metrics.accuracy import average_accuracy, class_accuracy, uniform_accuracy
+from fedstill.metrics.query import query_accuracy_gain, query_forgetting
+from fedstill.metrics.values import Numbers
+
+Event = Mapping[str, Any]
+
+MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
+"""What is measured of a client that asked; over clients it is journaled as ``query_`` and the name."""
+
+
+def answers(
+    queries: Mapping[int, Sequence[int]],
+    label_counts: Sequence[Sequence[int]],
+    alone: Mapping[int, Event],
+    acted: Sequence[Event],
+    server: Event,
+    totals: Sequence[int],
+    personal: Collection[str],
+) -> dict[str, Any]:
+    """What each client that asked can do now, what it could do alone, and the means over these clients.
+
+    queries: class ids by client; label_counts: (clients, C); alone: each client's event of the stage ``fit``, with
+    ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
+    ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
+    ``answers``, one mapping a client, and for each of ``MEASURES`` its mean ``query_…`` and population spread; a number
+    that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
+    """
+    own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
+    found = [
+        _one(c, query, label_counts[c], alone.get(c), own.get(c), server, totals)
+        for c, query in sorted(queries.items())
+    ]
+    if not found:
+        return {}
+    means: dict[str, Any] = {}
+    for name in MEASURES:
+        known = [f[name] for f in found if f[name] is not None]
+        means[f"query_{name}"] = float(np.mean(known)) if known else None
+        means[f"query_{name}_std"] = float(np.std(known)) if known else None
+    return {"answers": found, **means}
+
+
+def _one(
+    client: int,
+    query: Sequence[int],
+    counts: Sequence[int],
+    alone: Event | None,
+    own: Event | None,
+    server: Event,
+    totals: Sequence[int],
+) -> dict[str, Any]:
+    before = _of(alone, totals)
+    after = _of(own, totals)
+    if after is None:
+        after = server.get("others", {}).get(f"client {client}", server)["class_accuracy"]
+    shares = np.asarray(counts, dtype=np.float64) / max(sum(counts), 1)
+    return {
+        "client": client,
+        "query": list(query),
+        "average_accuracy": _or_none(average_accuracy(after, shares, query)),
+        "uniform_accuracy": _or_none(uniform_accuracy(after, shares, query)),
+        "gain": None if before is None else _or_none(query_accuracy_gain(before, after, query)),
+        "forgetting": None if before is None else _or_none(query_forgetting(before, after, shares)),
+        "average_accuracy_before": None if before is None else _or_none(average_accuracy(before, shares, query)),
+    }
+
+
+def _of(event: Event | None, totals: Sequence[int]) -> Numbers | None:
+    return class_accuracy(event["correct_by_class"], totals) if event and "correct_by_class" in event else None
+
+
+def _or_none(value: float) -> float | None:
+    return None if np.isnan(value) else value
