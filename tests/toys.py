@@ -31,7 +31,7 @@ from fedstill.records import (
     World,
     many,
 )
-from fedstill.registry import method, register
+from fedstill.registry import lookup, method, register
 from fedstill.trees import sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -71,6 +71,18 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
         "plan": {"epochs": 4, "batch": 10, "lr": 0.1},
     }
     return Experiment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def suited(name: str) -> dict[str, object]:
+    """What a toy experiment with a method needs: one round among peers, public data, queries."""
+    built = lookup("method", name).build()
+    peers = built.topology == "peer_to_peer"
+    return {
+        "rounds": 1 if peers else 3,
+        "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
+        "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
+        "query": {"draw": "single", "fewer_than": 5} if peers else {},
+    }
 
 
 @register("model", "toy_batchnorm")

@@ -9,6 +9,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError
 from fedstill.experiment.settings import settle
 
+QKTS = ("qkt", "qkt_light", "qkt_light_volunteer", "qkt_light_server", "qkt_var_e")
 BELOW_ZERO = {
     "fedprox": ["mu"],
     "fedntd": ["beta"],
@@ -27,8 +28,9 @@ BELOW_ZERO = {
     "aver": ["weight"],
     "ebkd": ["weight"],
     "camkd": ["weight", "feature_weight"],
+    "naive_kd": ["alpha"],
+    **{key: ["alpha", "threshold", "frozen"] for key in QKTS},
 }
-COUNTS = {name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")}
 ZERO_TOO = {
     "fedntd": ["temperature"],
     "kd": ["temperature"],
@@ -48,6 +50,14 @@ ZERO_TOO = {
     "aver": ["temperature"],
     "ebkd": ["temperature"],
     "camkd": ["temperature"],
+    "naive_kd": ["temperature"],
+    **{key: ["temperature", "query_weight", "samples"] for key in QKTS},
+}
+COUNTS = {
+    **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
+    "ensemble": ["participants"],
+    "naive_kd": ["participants"],
+    **{key: ["participants"] for key in QKTS},
 }
 TOO_MUCH = [
     ("fedavgm", "momentum", 1.0),
@@ -55,6 +65,8 @@ TOO_MUCH = [
     ("kd_ntd", "mix", 1.5),
     ("cwc", "decay", 1.5),
     ("sfedkd", "smoothing", 2.0),
+    ("qkt", "threshold", 1.01),
+    ("qkt", "frozen", 1.01),
 ]
 OTHER = [
     ("fedadkd", "tckd", "both"),
@@ -68,11 +80,17 @@ OTHER = [
     ("cwc", "memory", "queue"),
     ("sfedkd", "teacher_choice", "best"),
     ("sfedkd", "distance", "cosine"),
+    ("qkt", "phases", 3),
+    ("qkt", "teachers", "some"),
+    ("qkt", "classes", "queried"),
+    ("qkt", "head", "auto"),
+    ("qkt_light", "phase1", "server"),
+    ("qkt_light_server", "start", "own"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
     *((m, f, v) for m, fields in ZERO_TOO.items() for f in fields for v in (0, -1, float("inf"))),
-    *((m, f, v) for m, fields in COUNTS.items() for f in fields for v in (-1, 1.5)),
+    *((m, f, v) for m, fields in COUNTS.items() for f in fields for v in (-1, 1.5, "1")),
     *TOO_MUCH,
     *OTHER,
 ]
@@ -95,7 +113,8 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    assert getattr(settle(toys.toy({"name": method, field: 0.0})).method, field) == 0
+    made = settle(toys.toy({"name": method, field: 0.0}, **toys.suited(method))).method
+    assert getattr(made, field) == 0
 
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in ZERO_TOO.items() for f in fields])
