@@ -63,6 +63,7 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
         "rounds": 3,
         "seed": 7,
         "threads": (1, 1),
+        "reuse": False,
         "measure_every": 2,
         "model": {"name": "mlp", "hidden": (8,)},
         "method": method,

@@ -34,6 +34,8 @@ class Method:
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise").
     ``plans``: the paper's training settings by stage. ``personal``: the stages after which a client's own model is its
     answer; of several, the last in which it acted. Without one its answer is the predictor ``client N``, or the first.
+    ``reusable``: the stages that leave no memory, and whose replies depend on nothing but the client's data, model,
+    plan, seed and work: they may be kept for other runs.
     """
 
     topology: ClassVar[str] = "parallel"
@@ -43,6 +45,7 @@ class Method:
     permits: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
     personal: ClassVar[frozenset[str]] = frozenset()
+    reusable: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -89,6 +92,7 @@ class Alone(Method):
     """The stage ``fit`` beside a method that has none: what clients reach alone is measured, and not folded."""
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
+    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         return Payload(params=world.initial(client))

@@ -16,10 +16,13 @@ from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import set_products
+from fedstill.engines.reuse import Kept, examples_digest, key_of
 from fedstill.errors import CorruptFile, FedstillError
+from fedstill.files import digest
 from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.wire.codec import encode
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -58,7 +61,7 @@ class SerialEngine:
     ``threads``: torch threads in a stage of many clients, and in one of a single client; part of a run's definition,
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
     float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are evaluated in
-    whichever round they are.
+    whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
     """
 
     world: World
@@ -67,6 +70,7 @@ class SerialEngine:
     threads: tuple[int, int] = (1, 1)
     measured: frozenset[int] = frozenset()
     precision: str = "fp32"
+    kept: Kept | None = None
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -90,10 +94,23 @@ class SerialEngine:
 
     def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         try:
-            begun = self._begin(work, stage, client, down)
-            return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
+            if self.kept is not None and stage.name in self.kept.stages:
+                key = self._key(work, stage, client, down, seed)
+                return self.kept.reply(key, stage, lambda: self._new(work, stage, client, down, seed))
+            return self._new(work, stage, client, down, seed)
         except Exception as error:
             return failed(stage, client, error)
+
+    def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
+        begun = self._begin(work, stage, client, down)
+        return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
+
+    def _key(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> str:
+        """What a client's reply depends on."""
+        view, test = self.sites.view(client, stage), self.sites.common_test if self._due(stage) else None
+        remembered = digest(encode(self.memory.load(client)))
+        more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, examples_digest(test))
+        return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
@@ -127,12 +144,14 @@ class SerialEngine:
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
+    def _due(self, stage: Stage) -> bool:
+        return stage.round in self.measured or (stage.name == FIT and bool(self.measured))
+
     def _measure(self, stage: Stage, view: View, params: Tensors) -> dict[str, object]:
         if view.test is not None and len(view.test) and params:
             return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
         test = self.sites.common_test
-        due = stage.round in self.measured or (stage.name == FIT and bool(self.measured))
-        if not due or test is None or not params or view.client < 0:
+        if not self._due(stage) or test is None or not params or view.client < 0:
             return {}
         start = time.perf_counter()
         right = self._right(view, params, test)

@@ -24,6 +24,7 @@ TOP: Fields = {
     "threads": (tuple[Count, Count] | Count | Literal["auto"], "auto"),
     "device": (Literal["cpu", "cuda", "auto"], "cpu"),
     "precision": (Literal["fp32", "bf16", "tf32"], "fp32"),
+    "reuse": (bool, True),
     "measure": (tuple[str, ...], ("local",)),
     "measure_every": (Count, 10),
 }
@@ -107,6 +108,7 @@ class Experiment:
     threads: Any = TOP["threads"][1]
     device: Any = TOP["device"][1]
     precision: Any = TOP["precision"][1]
+    reuse: Any = TOP["reuse"][1]
     measure: Any = TOP["measure"][1]
     measure_every: Any = TOP["measure_every"][1]
     data: Any = field(default_factory=dict)

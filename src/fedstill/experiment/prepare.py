@@ -13,6 +13,7 @@ import torch
 
 from fedstill import registry
 from fedstill.data import queries
+from fedstill.data.cache_folder import cache_folder
 from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
 from fedstill.data.partition import cached, public_split
@@ -20,6 +21,7 @@ from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
+from fedstill.engines.reuse import Kept
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
 from fedstill.experiment.checking import on_one_line
@@ -28,6 +30,7 @@ from fedstill.experiment.measures.choose import Setting, check_fit, measured_rou
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.fitting import FIT
+from fedstill.method import ALONE
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec
 
@@ -47,11 +50,18 @@ class Prepared:
         asked = "local" in self.settings["measure"]
         return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
+    @property
+    def kept(self) -> Kept | None:
+        """Replies of other runs, for the stages of which the method says that they may serve again."""
+        method = self.settings.method
+        stages = method.reusable | (frozenset() if FIT in method.stages else ALONE.reusable)
+        return Kept(cache_folder() / "replies", stages) if self.settings["reuse"] else None
+
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
         kind = ENGINES.get(self.settings["engine"], SerialEngine)
         threads, precision = self.settings.many_threads, self.settings["precision"]
-        return kind(self.world, self.sites, Memory(memory), threads, self.measured, precision)
+        return kind(self.world, self.sites, Memory(memory), threads, self.measured, precision, self.kept)
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:

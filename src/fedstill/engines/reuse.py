@@ -1,0 +1,147 @@
+"""Replies kept for other runs: what clients train alone is trained once and serves every method of a comparison.
+
+A method names the stages whose replies may be kept (``Method.reusable``). A reply is kept under the hash of all that it
+depends on: the client's data, its model, what it was sent and remembers, the plan, the work and its fields, the seeds'
+place (run seed, round, stage, client), the test set if it was measured, this library's source, torch and the kind of
+processor. So the bits are those of training anew, and whoever is killed has kept the clients that had finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+import fedstill
+from fedstill import registry
+from fedstill.errors import BadPayload, DiskFull
+from fedstill.files import digest, make_folder, write_whole
+from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
+from fedstill.wire.codec import decode, encode
+from fedstill.work import ClientWork
+
+log = logging.getLogger("fedstill.reuse")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A folder of replies, and the names of the stages whose replies may be kept there."""
+
+    folder: Path
+    stages: frozenset[str]
+
+    def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
+        """The reply kept under a key, or the one that ``make`` gives, kept from now on.
+
+        Of several processes that want it one makes it and the others wait. A damaged file is as none, and said; a reply
+        that cannot be written is not kept. Times of a reply that was not made now are 0 but for ``seconds_reused``.
+        """
+        path = self.folder / f"{key}.reply"
+        try:
+            make_folder(self.folder / "locks")
+        except DiskFull as error:
+            log.warning("replies are not kept: %s", error)
+            return make()
+        with FileLock(self.folder / "locks" / key):
+            found = _read(path)
+            if found is not None:
+                return replace(found, round=stage.round, stage=stage.index)
+            made = make()
+            with contextlib.suppress(DiskFull, BadPayload):
+                write_whole(path, _sealed(made))
+        return made
+
+
+def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: int, sent: Payload, *more: Any) -> str:
+    """The key of a client's reply in a stage, as hexadecimal; ``more``: whatever else it depends on, as text."""
+    own: dict[str, str] = {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
+    known = {
+        "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
+        "work": [_named(type(work)), own],
+        "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
+        "plan": asdict(plan) if plan else None,
+        "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
+        "more": [str(m) for m in more],
+    }
+    sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
+    sum_.update(encode(sent))
+    for examples in (view.data, view.validation, view.public):
+        sum_.update(examples_digest(examples).encode())
+    return sum_.hexdigest()
+
+
+def examples_digest(examples: Examples | None) -> str:
+    """The SHA-256 of images and labels; empty for none."""
+    if examples is None:
+        return ""
+    sum_ = hashlib.sha256(f"{tuple(examples.images.shape)} {examples.images.dtype} {examples.images.device}".encode())
+    for tensor in (examples.images, examples.labels):
+        sum_.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sum_.hexdigest()
+
+
+def _named(thing: Any) -> list[str]:
+    return [f"{thing.__module__}.{thing.__qualname__}", _source(thing)]
+
+
+def _is_own(thing: Any) -> bool:
+    return str(thing.__module__).startswith("fedstill.")
+
+
+def _source(thing: Any) -> str:
+    """The SHA-256 of a user's file that defines a thing; the library's own files are hashed together."""
+    if _is_own(thing):
+        return ""
+    try:
+        return digest(Path(inspect.getfile(thing)).read_bytes())
+    except (TypeError, OSError):
+        return ""
+
+
+@functools.cache
+def _library() -> str:
+    """The SHA-256 of the library's source."""
+    root = Path(fedstill.__file__).parent
+    files = sorted(p for p in root.rglob("*.py"))
+    return digest("".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode())
+
+
+def _sealed(reply: Reply) -> bytes:
+    """A reply as bytes that begin with their SHA-256."""
+    rest = json.dumps({"client": reply.client, "examples": reply.examples, "metrics": dict(reply.metrics)})
+    data = encode(Payload({**{f"up {k}": v for k, v in reply.up.items()}, "rest": rest}))
+    return digest(data).encode() + data
+
+
+def _read(path: Path) -> Reply | None:
+    try:
+        sealed = path.read_bytes()
+    except OSError:
+        return None
+    seal, data = sealed[:64], sealed[64:]
+    try:
+        if digest(data).encode() != seal:
+            raise BadPayload("its SHA-256 is not the one noted")
+        payload = decode(data)
+        rest = json.loads(str(payload["rest"]))
+        up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
+        return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))
+    except (BadPayload, ValueError, KeyError, TypeError) as error:
+        log.warning("%s, a reply kept from another run, is damaged and is made anew: %s", path, error)
+        return None
+
+
+def _not_now(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    times = {k: 0.0 for k in metrics if k.startswith("seconds")}
+    return {**metrics, **times, "seconds_reused": metrics.get("seconds", 0.0)}

@@ -1,0 +1,153 @@
+"""Replies kept for other runs: trained once, the same bits, and a damaged file is noticed and made anew."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill.engines import serial
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.runner import run
+from fedstill.records import Plan, Stage, View
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "replies"
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Which stages and clients are trained."""
+    trained: list[tuple[str, int]] = []
+    loop = serial.train
+
+    def counted(work: object, carry: object, plan: Plan, stage: Stage, view: View, *rest: object) -> object:
+        trained.append((stage.name, view.client))
+        return loop(work, carry, plan, stage, view, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serial, "train", counted)
+    return trained
+
+
+def experiment(method: object, reuse: bool = True, **changes: object) -> Experiment:
+    given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}, "reuse": reuse}
+    return toys.toy(method, **{**given, "plan": {"epochs": 2, "batch": 10}, **changes})
+
+
+def bits(folder: Path) -> list[object]:
+    return without_times(read(folder / "journal.jsonl"))
+
+
+def fitted(trained: list[tuple[str, int]]) -> list[int]:
+    return sorted(c for name, c in trained if name == "fit")
+
+
+def test_a_second_method_trains_nobody_alone_again_and_has_the_same_bits(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    run(experiment("local_only"), tmp_path / "local", toys.blobs())
+    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+    fits.clear()
+    run(experiment("qkt"), tmp_path / "reused", toys.blobs())
+    assert fitted(fits) == []
+    assert ("refine", 1) in fits
+    run(experiment("qkt", reuse=False), tmp_path / "anew", toys.blobs())
+    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+    assert bits(tmp_path / "reused") == bits(tmp_path / "anew")
+    events = [e for e in read(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"]
+    assert all(e["seconds_training"] == 0 and e["seconds_reused"] > 0 for e in events)
+
+
+def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    run(experiment("local_only"), tmp_path / "local", toys.blobs())
+    fits.clear()
+    plan = {"train": {"epochs": 1}, "epochs": 2, "batch": 10}
+    method = {"name": "ft_fedavg"}
+    changes = {"rounds": 2, "topology": {"clients": 6, "first": "fit"}, "plan": plan}
+    run(experiment(method, **changes), tmp_path / "ft", toys.blobs())
+    assert fitted(fits) == []
+    last = read(tmp_path / "ft" / "journal.jsonl")[-1]
+    assert last["query_gain"] is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 8},
+        {"plan": {"epochs": 3, "batch": 10}},
+        {"model": {"name": "mlp", "hidden": (9,)}},
+        {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4, "seed": 3}},
+        {"data": {"test_size": 60}},
+        {"threads": (2, 1)},
+    ],
+    ids=str,
+)
+def test_what_a_reply_depends_on_makes_another_key(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path, changes: dict[str, object]
+) -> None:
+    run(experiment("local_only"), tmp_path / "one", toys.blobs())
+    fits.clear()
+    run(experiment("local_only", **changes), tmp_path / "two", toys.blobs())
+    assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
+def test_a_damaged_file_is_noticed_and_made_anew(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    run(experiment("local_only"), tmp_path / "one", toys.blobs())
+    files = sorted(cache.glob("*.reply"))
+    assert len(files) == 6
+    whole = files[0].read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    files[0].write_bytes({"cut": whole[:-9], "flipped": flipped, "empty": b"", "other": b"x" * 200}[damage])
+    fits.clear()
+    with caplog.at_level(logging.WARNING, logger="fedstill.reuse"):
+        run(experiment("local_only"), tmp_path / "two", toys.blobs())
+    assert len(fitted(fits)) == 1
+    assert "is damaged and is made anew" in caplog.text
+    assert bits(tmp_path / "one") == bits(tmp_path / "two")
+    assert sorted(cache.glob("*.reply")) == files
+
+
+def test_a_client_that_failed_is_not_kept_and_those_that_finished_are(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = serial.train
+
+    def killed(*given: object) -> object:
+        if given[4].client == 3:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+        return counted(*given)  # type: ignore[arg-type]
+
+    one_by_one = replace(experiment("local_only"), engine="serial")
+    monkeypatch.setattr(serial, "train", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(one_by_one, tmp_path / "killed", toys.blobs())
+    monkeypatch.setattr(serial, "train", counted)
+    fits.clear()
+    run(one_by_one, tmp_path / "again", toys.blobs())
+    assert fitted(fits) == [3, 4, 5]
+
+
+def test_a_folder_that_cannot_be_written_costs_time_and_nothing_else(
+    cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file where a folder should be")
+    run(experiment("local_only"), tmp_path / "run", toys.blobs())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["query_average_accuracy"] > 0
+    assert "replies are not kept" in caplog.text
