@@ -1,0 +1,63 @@
+"""A model in a file: its parameters as safetensors, and in the header the network they are of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import safetensors.torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.files import write_whole
+from fedstill.models import contract
+from fedstill.records import ModelSpec, Tensors
+
+_KEY = "fedstill_model"
+
+
+def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
+    """Write a model to a file, whole or not at all; raises DiskFull if it cannot be written."""
+    own = {k: v.detach().cpu().contiguous().clone() for k, v in params.items()}
+    write_whole(path, safetensors.torch.save(own, {_KEY: json.dumps(asdict(spec))}))
+
+
+def load_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+    """The network and the parameters in a file that :func:`save_model` wrote.
+
+    Raises ConfigError for a file that is not there or says no network, UnknownName for a network that does not exist
+    here, CorruptFile for a file that is damaged, or whose parameters are not those of its network.
+    """
+    if not path.is_file():
+        raise ConfigError(f"there is no model file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            note = (file.metadata() or {}).get(_KEY)
+            params = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+    if note is None:
+        raise ConfigError(f"{path} does not say of which network it is; a model that `fedstill query` wrote does")
+    spec = _spec(path, note)
+    expected = contract.initial(spec, 0)
+    wrong = sorted(
+        k for k in {*params, *expected} if k not in params or k not in expected or _apart(params[k], expected[k])
+    )
+    if wrong:
+        raise CorruptFile(f"{path} is not a {spec}: its entry {wrong[0]!r} is missing, strange or of another shape")
+    return spec, {k: params[k] for k in expected}
+
+
+def _apart(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype) != (b.shape, b.dtype)
+
+
+def _spec(path: Path, note: str) -> ModelSpec:
+    try:
+        told = json.loads(note)
+        fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in told["fields"])
+        return ModelSpec(told["name"], tuple(told["input_shape"]), int(told["classes"]), fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptFile(f"{path} names its network in a way that cannot be read: {error}") from error

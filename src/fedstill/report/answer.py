@@ -1,0 +1,70 @@
+"""An answered query in the terminal: who knows what by the noise probe, what was gained, what was forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.experiment.asking import Answer
+from fedstill.metrics import average_accuracy, query_accuracy_gain, query_forgetting, uniform_accuracy
+from fedstill.report.summary import NONE
+from fedstill.report.terminal import SHADES, table
+
+
+def lines(answer: Answer) -> Iterator[RenderableType]:
+    """The teachers, the classes, and the measures."""
+    asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
+    yield Text(f"client {answer.client} asks for {asked}", style="bold")
+    yield Text(
+        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a class asked for; a "
+        "mark is a class, darker where the teacher predicts it more."
+    )
+    yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
+    if not answer.used:
+        yield Text("\nNo teacher reaches the threshold: the local model is given back as it is.", style="bold")
+    yield Text("\nClass accuracy on the common test set", style="bold")
+    yield table(("class", "what", "before", "after", "change"), list(_classes(answer)), words=2)
+    yield Text()
+    yield table(("measure", "before", "after"), _measures(answer))
+
+
+def _head(answer: Answer) -> Sequence[str]:
+    each = [f for c in answer.query for f in (f"noise → {c}", f"share of {c}")]
+    return ("teacher", "noise probe", *each, "used")
+
+
+def _teacher(answer: Answer, teacher: int) -> list[str]:
+    probe, shares = answer.probe[teacher].tolist(), answer.shares.get(teacher)
+    top = max(probe) or 1
+    drawn = "".join(SHADES[min(4, -int(-4 * p // top)) if p >= answer.threshold else 0] for p in probe)
+    cells = [f for c in answer.query for f in (f"{probe[c]:.3f}", f"{100 * shares[c]:.1f} %" if shares else NONE)]
+    return [
+        answer.names[teacher],
+        f"│{drawn}│",
+        *cells,
+        "yes" if teacher in answer.used else "no",
+    ]
+
+
+def _classes(answer: Answer) -> Iterator[list[str]]:
+    for c, name in enumerate(answer.classes):
+        what = "asked for" if c in answer.query else "own" if answer.own[c] > 0 else ""
+        if what:
+            before, after = answer.before[c], answer.after[c]
+            yield [f"{c} {name}", what, _percent(before), _percent(after), f"{100 * (after - before):+.1f}"]
+
+
+def _measures(answer: Answer) -> list[list[str]]:
+    before, after, own, query = answer.before, answer.after, answer.own, answer.query
+    both = [
+        [name, *(_percent(measure(m, own, query)) for m in (before, after))]
+        for name, measure in (("average accuracy", average_accuracy), ("uniform accuracy", uniform_accuracy))
+    ]
+    gain, lost = query_accuracy_gain(before, after, query), query_forgetting(before, after, own)
+    return [*both, ["gain on what was asked for", "", f"{100 * gain:+.1f}"], ["forgetting", "", f"{100 * lost:+.1f}"]]
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %" if value == value else NONE
