@@ -16,8 +16,18 @@ from fedstill.experiment.settings import settle
 def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
     recipe = recipes.load(name)
     assert set(recipe.published) <= set(recipe.cells())
-    for variant in recipe.variants(recipe.cells(), [1], {}, tmp_path):
-        assert settle(variant.experiment)["rounds"] == recipe.common["rounds"]
+    variants = recipe.variants(recipe.cells(), [1], {}, tmp_path)
+    for variant, (row, column) in zip(variants, recipe.cells(), strict=True):
+        asked = {**recipe.common, **recipe.columns[column], **recipe.rows[row]}
+        assert settle(variant.experiment)["rounds"] == asked["rounds"]
+
+
+def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ["reproduce", "qkt/table20", "--cells", "QKT:Path single", "--seeds", "1", "--table"]
+    assert call([*words, "--out", str(tmp_path)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for number in ("74.6", "78.0", "-16.8", "74.3"):
+        assert number in said
 
 
 def test_cells_are_chosen_by_pattern() -> None:

@@ -18,18 +18,18 @@ from fedstill.experiment.compare import Variant, seeded
 from fedstill.experiment.config import from_tree
 
 TOP = {"paper", "common", "columns", "rows", "published"}
+USUAL = ("accuracy", "forgetting")
+"""What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper prints in a cell, in percent; None where it prints nothing.
+    """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread`` that of the first.
 
     ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal holds.
     """
 
-    accuracy: float | None = None
-    spread: float | None = None
-    forgetting: float | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -43,6 +43,7 @@ class Recipe:
     rows: Mapping[str, Mapping[str, Any]]
     columns: Mapping[str, Mapping[str, Any]]
     published: Mapping[tuple[str, str], Published]
+    measures: tuple[str, ...] = USUAL
 
     def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
         """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all if there is none.
@@ -94,10 +95,18 @@ def load(name: str) -> Recipe:
     paper, _, table = name.partition("/")
     text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
     tree = tomllib.loads(text)
+    measures = tuple(tree.pop("measures", USUAL))
     if set(tree) != TOP:
         raise ConfigError(f"recipe {name}: it has {sorted(tree)}, and must have {sorted(TOP)}")
-    published = {(r, c): Published(**cell) for r, row in tree["published"].items() for c, cell in row.items()}
-    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published)
+    published: dict[tuple[str, str], Published] = {}
+    for row, cells in tree["published"].items():
+        for column, cell in cells.items():
+            strange = sorted(set(cell) - {*measures, "spread", "measured"})
+            if strange:
+                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
+            values = {k: v for k, v in cell.items() if k != "measured"}
+            published[row, column] = Published(values, cell.get("measured", {}))
+    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures)
 
 
 def _is_toml(file: Traversable) -> bool:

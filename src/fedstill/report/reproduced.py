@@ -12,11 +12,18 @@ from rich.text import Text
 from fedstill.experiment.compare import Variant
 from fedstill.experiment.recipes import Published, Recipe
 from fedstill.report.runs import read
-from fedstill.report.summary import NONE, Spread, spread
+from fedstill.report.summary import MEASURES, NONE, Spread, spread
 from fedstill.report.terminal import table
 
-HEAD = ("", "ours [%]", "paper [%]", "Δ ours", "Δ paper", "F ours", "F paper", "seeds")
-"""Accuracies and forgetting in percent; Δ is the difference to the first row in points, over the seeds both have."""
+TITLES = {m.key: m.title for m in MEASURES} | {
+    "accuracy": "accuracy",
+    "forgetting": "F",
+    "query_average_accuracy": "average",
+}
+"""What a measure is called above its columns."""
+
+MANY = 3
+"""With so many measures beside the first, differences to the first row are left out: a line would not hold them."""
 
 
 def tables(
@@ -30,7 +37,7 @@ def tables(
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows = [r for r, c in cells if c == column]
-        yield table(HEAD, _rows(recipe, column, rows, _found(runs)))
+        yield table(_head(recipe), _rows(recipe, column, rows, _found(runs)))
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
@@ -46,6 +53,19 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
             yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(found.runs if found else 0)]
 
 
+def _head(recipe: Recipe) -> list[str]:
+    """Measures in percent; Δ is the difference of the first to the first row, in points, over the seeds both have."""
+    first, *others = (TITLES.get(m, m) for m in recipe.measures)
+    named = [] if recipe.measures[0] == "accuracy" else [first]
+    head = [
+        "",
+        " ".join(["ours", *named, "[%]"]),
+        " ".join(["paper", *named, "[%]"]),
+        *(["Δ ours", "Δ paper"] if len(others) < MANY else []),
+    ]
+    return [*head, *(f"{title} {whose}" for title in others for whose in ("ours", "paper")), "seeds"]
+
+
 def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
     found: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
@@ -59,39 +79,51 @@ def _rows(
     recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[list[str]]:
     ours = {r: found.get(f"{r} | {column}", []) for r in rows}
-    theirs = {r: recipe.published.get((r, column), Published()) for r in rows}
-    accuracy = {r: spread([s["accuracy"] for s in ours[r]]) for r in rows}
+    theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
+    first, *others = recipe.measures
     return [
         [
             row,
-            _said(accuracy[row]),
-            _printed(theirs[row]),
-            _paired(ours[row], ours[rows[0]]),
-            _apart(theirs[row].accuracy, theirs[rows[0]].accuracy),
-            _said(spread([s["forgetting"] for s in ours[row]])),
-            NONE if theirs[row].forgetting is None else f"{theirs[row].forgetting:.1f}",
+            _ours(ours[row], first),
+            _printed(theirs[row], first),
+            *([*_apart(ours, theirs, row, rows[0], first)] if len(others) < MANY else []),
+            *(cell for m in others for cell in (_ours(ours[row], m), _printed(theirs[row], m))),
             str(len(ours[row])),
         ]
         for row in rows
     ]
 
 
+def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
+    return _said(spread([s[measure] for s in runs if s.get(measure) is not None]))
+
+
 def _said(value: Spread | None) -> str:
     return value.text(100, 1) if value else NONE
 
 
-def _paired(runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> str:
+def _paired(runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], measure: str) -> str:
     """The mean difference over the seeds that both have: a seed that only one finished would shift it."""
-    ours, theirs = ({s["seed"]: s["accuracy"] for s in summaries} for summaries in (runs, first))
+    ours, theirs = ({s["seed"]: s[measure] for s in r if s.get(measure) is not None} for r in (runs, first))
     both = sorted(set(ours) & set(theirs))
     return f"{100 * sum(ours[s] - theirs[s] for s in both) / len(both):+.1f}" if both else NONE
 
 
-def _printed(cell: Published) -> str:
-    if cell.accuracy is None:
+def _printed(cell: Mapping[str, float], measure: str) -> str:
+    if measure not in cell:
         return NONE
-    return f"{cell.accuracy:.1f}" + (f" ± {cell.spread:.1f}" if cell.spread is not None else "")
+    own = f" ± {cell['spread']:.1f}" if "spread" in cell and measure == "accuracy" else ""
+    return f"{cell[measure]:.1f}{own}"
 
 
-def _apart(value: float | None, first: float | None) -> str:
-    return NONE if value is None or first is None else f"{value - first:+.1f}"
+def _apart(
+    ours: Mapping[str, Sequence[Mapping[str, Any]]],
+    theirs: Mapping[str, Mapping[str, float]],
+    row: str,
+    first: str,
+    measure: str,
+) -> tuple[str, str]:
+    """How far a row is from the first one, ours and the paper's."""
+    one, other = theirs[row].get(measure), theirs[first].get(measure)
+    printed = NONE if one is None or other is None else f"{one - other:+.1f}"
+    return _paired(ours[row], ours[first], measure), printed
