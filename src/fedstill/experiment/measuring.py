@@ -46,7 +46,8 @@ class Measuring:
         sites, data = self.prepared.sites, self.prepared.dataset
         counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
         asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
-        return {"classes": list(data.classes), "label_counts": counts, **({"queries": asked} if asked else {})}
+        told = {"queries": asked, "test_counts": self._totals()} if asked else {}
+        return {"classes": list(data.classes), "label_counts": counts, **told}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
+from fedstill.report.asked import asked, probed
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
@@ -53,10 +54,12 @@ def page(compared: Sequence[Group]) -> str:
     parts = [
         _head(compared),
         sections.results(compared, style),
+        asked(compared, style),
         sections.over_rounds(compared, style),
         heterogeneity(compared),
         sections.class_maps(compared, style),
         sections.split(compared),
+        probed(compared),
         knowledge(compared, style),
         personal(compared, style),
         weights(compared, style),

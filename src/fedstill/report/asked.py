@@ -1,0 +1,197 @@
+"""What clients asked for: gain against forgetting, classes before and after, the noise probe beside label shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.journal import Event
+from fedstill.fitting import FIT
+from fedstill.report.figures import Figure, Style, faint, layout, named, plain, rounded
+from fedstill.report.groups import Group
+from fedstill.report.heatmaps import COUNTS
+from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
+from fedstill.report.runs import JOURNAL, Run
+
+PER_CENT = {"tickformat": ".0%"}
+HEIGHT = 380
+MOST_CLIENTS = 20
+
+
+def asked(groups: Sequence[Group], style: Style) -> Html | None:
+    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if nobody asked."""
+    some = [g for g in groups if any(_last(r).get("answers") for r in g.started)]
+    if not some:
+        return None
+    trade = (
+        "Large points are means over clients and seeds, small ones clients. Right: more gained on what was asked for, "
+        "against the client alone. Low: more lost on its own classes. The upper right corner is best."
+    )
+    figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
+    curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
+    if curves:
+        says = "Accuracy on the validation set after each epoch, phase 2 after phase 1, for each client that asked."
+        figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
+    parts = [key(some, style), grid(figures), *_bars(some)]
+    says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
+    return section("What was asked for, and at what price", sentence(says), *parts, name="asked")
+
+
+def probed(groups: Sequence[Group]) -> Html | None:
+    """What models predict on noise beside what their clients hold; None if no model was probed."""
+    run = next((r for g in groups for r in g.started if any("probe" in e for e in r.clients)), None)
+    if run is None:
+        return None
+    with reading(run):
+        events = {e["client"]: e for e in run.clients if e["name"] == FIT and "probe" in e}
+        clients = sorted(events)
+        counts = [run.start["label_counts"][c] for c in clients]
+        shares = [[n / max(sum(row), 1) for n in row] for row in counts]
+        seen = [[float(p) for p in events[c]["probe"]] for c in clients]
+        errors = [
+            sum((a - b) ** 2 for a, b in zip(s, p, strict=True)) / len(s) for s, p in zip(shares, seen, strict=True)
+        ]
+        names = [f"{c} (error {e:.3f})" for c, e in zip(clients, errors, strict=True)]
+        left = figure([_map(shares, names, run.classes)], "Label shares of each client's data.", "Label shares")
+        right = figure([_map(seen, names, run.classes)], "Mean prediction of its model on noise.", "Noise probe")
+    says = (
+        "A peer guesses which classes a model knows from what it predicts on Gaussian noise. Error: the mean squared "
+        f"difference of the two, over classes. From seed {run.seed}."
+    )
+    return section("What noise tells about a model", sentence(says), grid([left, right]), name="probe")
+
+
+@contextmanager
+def reading(run: Run) -> Iterator[None]:
+    """What is not as it was written raises CorruptFile with the journal's name."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise CorruptFile(f"{run.folder / JOURNAL}: what is said of queries is damaged: {said}") from error
+
+
+def _last(run: Run) -> Event:
+    return run.rounds[-1] if run.rounds else {}
+
+
+def _answers(run: Run) -> list[dict[str, Any]]:
+    return [a for a in _last(run).get("answers") or [] if a["gain"] is not None and a["forgetting"] is not None]
+
+
+def _phases(run: Run) -> list[Event]:
+    return [e for e in run.clients if e.get("name") in ("transfer", "refine")]
+
+
+def _trade(groups: Sequence[Group], style: Style) -> Figure:
+    data = []
+    for group in groups:
+        points = []
+        for run in group.started:
+            with reading(run):
+                points += [(a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)]
+        if not points:
+            continue
+        colour = style.colour(group)
+        mean = [sum(p[i] for p in points) / len(points) for i in (0, 1)]
+        usual = {"type": "scatter", "mode": "markers", "legendgroup": group.label, "name": named(group)}
+        data.append(
+            {
+                **usual,
+                "x": [rounded(p[0]) for p in points],
+                "y": [rounded(p[1]) for p in points],
+                "customdata": [f"client {p[2]}, seed {p[3]}" for p in points],
+                "hovertemplate": "%{customdata}: gain %{x:.1%}, forgetting %{y:.1%}",
+                "marker": {"size": 6, "color": faint(colour, 0.35)},
+                "showlegend": False,
+            }
+        )
+        data.append(
+            {
+                **usual,
+                "x": [rounded(mean[0])],
+                "y": [rounded(mean[1])],
+                "hovertemplate": "mean: gain %{x:.1%}, forgetting %{y:.1%}",
+                "marker": {"size": 13, "color": colour, "line": {"width": 1, "color": "white"}},
+            }
+        )
+    x = {"title": {"text": "gain on classes asked for"}, **PER_CENT}
+    y = {"title": {"text": "forgetting of own classes"}, **PER_CENT}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT, hovermode="closest")}
+
+
+def _bars(groups: Sequence[Group]) -> list[Html | None]:
+    """For each method whose clients end with models of their own: classes before and after, a client at a time."""
+    drawn: list[Html | None] = []
+    names: list[str] = []
+    for group in groups:
+        run = next((r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None)
+        if run is None:
+            continue
+        with reading(run):
+            clients = [a["client"] for a in _answers(run)][:MOST_CLIENTS]
+            if not clients or (names and [f"client {c}" for c in clients] != names):
+                continue
+            names = [f"client {c}" for c in clients]
+            says = f"{group.label}: accuracy by class, alone and after each phase. From seed {run.seed}."
+            drawn.append(figure([_client(run, c) for c in clients], says, plain(group.label), "client"))
+    if not drawn:
+        return []
+    return [choice("client", "Show", names), grid([d for d in drawn if d is not None], "small")]
+
+
+def _client(run: Run, client: int) -> Figure:
+    query = {a["client"]: a["query"] for a in _answers(run)}[client]
+    counts = run.start["label_counts"][client]
+    order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
+    role = ["asked for" if c in query else "own" if counts[c] else "neither" for c in order]
+    labels = [f"{plain(run.classes[c])} ({r})" for c, r in zip(order, role, strict=True)]
+    stages = [e for e in run.clients if e["client"] == client and e.get("correct_by_class")]
+    totals = _totals(run)
+    shades = ("#999999", "#56B4E9", "#D55E00", "#009E73")
+    data = [
+        {
+            "type": "bar",
+            "name": {FIT: "alone", "transfer": "phase 1", "refine": "phase 2"}.get(e["name"], e["name"]),
+            "x": labels,
+            "y": [rounded(e["correct_by_class"][c] / totals[c]) if totals[c] else None for c in order],
+            "marker": {"color": shades[i % len(shades)]},
+            "hovertemplate": "%{x}: %{y:.1%}",
+        }
+        for i, e in enumerate(stages)
+    ]
+    axes = {"xaxis": {"type": "category"}, "yaxis": {**PER_CENT, "range": [0, 1]}}
+    return {"data": data, "layout": {**layout(**axes, height=HEIGHT), "barmode": "group"}}
+
+
+def _totals(run: Run) -> list[int]:
+    return [int(n) for n in run.start["test_counts"]]
+
+
+def _epochs(run: Run) -> Figure:
+    data = []
+    with reading(run):
+        for client in sorted({e["client"] for e in _phases(run)}):
+            scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
+            line = {"type": "scatter", "mode": "lines", "name": f"client {client}", "hovertemplate": "%{y:.1%}"}
+            data.append({**line, "x": list(range(1, len(scores) + 1)), "y": [rounded(s) for s in scores]})
+    x, y = {"title": {"text": "epoch of both phases"}}, {**PER_CENT}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT)}
+
+
+def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:
+    trace = {
+        "type": "heatmap",
+        "x": [plain(c) for c in classes],
+        "y": list(names),
+        "z": [[rounded(v) for v in row] for row in rows],
+        "zmin": 0,
+        "zmax": 1,
+        "colorscale": COUNTS,
+        "showscale": False,
+        "hovertemplate": "client %{y}, class %{x}: %{z:.3f}<extra></extra>",
+    }
+    axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    return {"data": [trace], "layout": layout(**axes, height=80 + max(160, 24 * len(names)), showlegend=False)}
