@@ -1,0 +1,73 @@
+"""Pictures of queries: drawn from a journal's numbers, left out where nobody asked, named when damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from run_journals import events
+
+import toys
+from fedstill.errors import CorruptFile
+from fedstill.experiment import runner
+from fedstill.report.asked import _client, _trade, asked, probed
+from fedstill.report.figures import Style
+from fedstill.report.groups import groups
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("asked") / "run"
+    given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
+    plan = {"epochs": 2, "batch": 10}
+    runner.run(toys.toy("qkt_var_e", data={"public": 50}, plan=plan, **given), folder, toys.blobs())
+    return folder
+
+
+def test_the_points_are_gain_and_forgetting_of_each_client_and_their_mean(one: Path) -> None:
+    found = groups([one])
+    told = events(one)[-1]["answers"]
+    small, large = _trade(found, Style(found))["data"]
+    assert small["x"] == pytest.approx([a["gain"] for a in told], abs=1e-5)
+    assert small["y"] == pytest.approx([a["forgetting"] for a in told], abs=1e-5)
+    assert large["x"] == pytest.approx([sum(a["gain"] for a in told) / len(told)], abs=1e-5)
+
+
+def test_the_bars_are_class_accuracies_with_what_was_asked_for_first(one: Path) -> None:
+    run = groups([one])[0].runs[0]
+    answer = events(one)[-1]["answers"][0]
+    figure = _client(run, answer["client"])
+    assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"]
+    assert "asked for" in figure["data"][0]["x"][0]
+    before, after = (figure["data"][i]["y"][0] for i in (0, 2))
+    assert after - before == pytest.approx(answer["gain"], abs=1e-4)
+
+
+def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, finished: Path) -> None:
+    found = groups([one])
+    text = asked(found, Style(found)).text + probed(found).text  # type: ignore[union-attr]
+    for words in ("Forgetting against gain", "Phases, epoch by epoch", "Noise probe", "error 0."):
+        assert words in text
+    others = groups([finished])
+    assert asked(others, Style(others)) is None
+    assert probed(others) is None
+
+
+@pytest.mark.parametrize("event", ["round", "client"])
+def test_what_is_damaged_is_named(one: Path, tmp_path: Path, event: str) -> None:
+    (tmp_path / "run").mkdir()
+    for name in ("config.toml", "summary.json"):
+        (tmp_path / "run" / name).write_bytes((one / name).read_bytes())
+    told = events(one)
+    for e in told:
+        if e["event"] == event == "round":
+            e["answers"] = [{"gain": 1, "forgetting": "much"}]
+        elif e["event"] == event and "probe" in e:
+            e["probe"] = [0.5]
+    (tmp_path / "run" / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in told))
+    found = groups([tmp_path / "run"])
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl: what is said of queries is damaged"):
+        asked(found, Style(found)) if event == "round" else probed(found)
