@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
-from fedstill.records import SERVER, Carry, Plan, Tensors, View, World
+from fedstill.records import SERVER, Carry, ModelSpec, Plan, Tensors, View, World
 from fedstill.teachers import noise_probe
 from fedstill.work import ClientWork
 
@@ -38,10 +41,16 @@ def probe_seed(world: World) -> int:
     return seed_for(world.seed, 0, 0, SERVER, "probe")
 
 
+def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
+    """What a model predicts on the noise that all models of a run are shown: (C,), its mean softmax."""
+    predict = predictor(spec, params)
+    kind = next((v.dtype for v in params.values() if v.is_floating_point()), torch.float32)
+    return noise_probe(lambda x: predict(x.to(kind)), spec.input_shape, samples, probe_seed(world))
+
+
 class Fit(ClientWork):
     """Plain local training; the journal then says what the model predicts on noise."""
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         """``probe``: (C,) mean softmax on Gaussian noise, by which a peer will guess what this model knows."""
-        seen = noise_probe(predictor(view.model, params), view.model.input_shape, SAMPLES, probe_seed(world))
-        return {"probe": [round(p, 6) for p in seen.double().tolist()]}
+        return {"probe": [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}

@@ -31,7 +31,8 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
     topology = registry.lookup("method", name).build().topology
     if topology == "peer_to_peer":
-        values["rounds"] = 1
+        values |= {k: v for k, v in toys.suited(name).items() if k in ("rounds", "query")}
+        values["plan"] = {**PLAN, "lr": 0.01, "validation": 0.0, "patience": 0, "keep": "last"}
     if topology == "sequential":
         values["topology"] = {"kind": "parallel", "clients": 6, "sampled": 4}
     return toys.toy(**{"method": name, **values, **changes})

@@ -18,6 +18,7 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
 
 ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+AMONG_PEERS_ONLY = {n for n in METHODS if registry.lookup("method", n).build().topology == "peer_to_peer"}
 SIDE_BY_SIDE_ONLY = {"feddf", "fedavgm", "feddyn", "fednova"}
 
 
@@ -27,13 +28,14 @@ def experiment(method: object, topology: str) -> Experiment:
     slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
+    asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
     changes = {
         "rounds": 1 if topology == "peer_to_peer" else 2,
         "measure": (),
         "topology": {"kind": topology, "clients": 5, **size},
         "plan": {"epochs": 1, "batch": 20, "lr": 0.02},
     }
-    return toys.toy(method, **{**changes, **slim, **public})
+    return toys.toy(method, **{**changes, **slim, **public, **asked})
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -67,8 +69,8 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
             return str(refusal)
         return ""
 
-    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY), refused("parallel")
-    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY), refused("sequential")
+    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY | AMONG_PEERS_ONLY), refused("parallel")
+    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY | AMONG_PEERS_ONLY), refused("sequential")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),
         ("fedseq", "parallel", "side by side it is method fedavg"),
         ("cwc", "parallel", "nobody hands an importance on"),
-        ("fedavg", "peer_to_peer", "does not know stage 'fit' of topology peer_to_peer"),
+        ("fedavg", "peer_to_peer", "does not know stage 'refine' of topology peer_to_peer"),
     ],
 )
 def test_a_refusal_says_why(method: object, topology: str, words: str, tmp_path: Path) -> None:

@@ -173,11 +173,11 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
 
     train, seen = serial.train, {}
 
-    def failing(work, carry: Carry, plan, stage: Stage, view, inputs, seed: int):  # type: ignore[no-untyped-def]
+    def failing(work, carry: Carry, plan, stage: Stage, *more):  # type: ignore[no-untyped-def]
         seen[stage.round, stage.index] = {k: v.clone() for k, v in carry.params.items()}
         if stage.index == 1 and stage.round == 1:
             raise Broken("the disk of this site is gone")
-        return train(work, carry, plan, stage, view, inputs, seed)
+        return train(work, carry, plan, stage, *more)
 
     monkeypatch.setattr(serial, "train", failing)
     toy = toys.toy(name, rounds=2, topology=CHAIN, plan={"epochs": 1, "batch": 10, "lr": 0.02})

@@ -27,7 +27,7 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
     if contract.draws_random_numbers(spec):
         return f"model {spec} draws random numbers (dropout)"
     if plan.validation > 0 or plan.keep == "best":
-        return "plan.validation is above 0, or plan.keep is best: each client would stop, or choose its best epoch, by itself"
+        return "plan.validation is above 0, or plan.keep is best: each client would choose its last epoch by itself"
     for layer in contract.module(spec).modules():
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
             return f"model {spec} normalises by statistics of the batch ({type(layer).__name__})"

@@ -21,14 +21,13 @@ from fedstill.experiment.runner import settings_of
 from fedstill.experiment.settings import settle
 from fedstill.experiment.world import Federation
 from fedstill.files import digest
-from fedstill.fitting import FIT, probe_seed
+from fedstill.fitting import FIT, probed
 from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.files import load_model
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
-from fedstill.teachers import noise_probe
 
 
 @dataclass(frozen=True)
@@ -99,11 +98,7 @@ def ask(
     method = prepared.settings.method
     assert isinstance(method, QKT)
     others = {c: p for c, p in everyone.items() if c != client}
-    seed = probe_seed(world)
-    probe = {
-        c: noise_probe(predictor(world.model(c), p), world.model(c).input_shape, method.samples, seed)
-        for c, p in others.items()
-    }
+    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in others.items()}
     used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
     params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
     spec, counts = world.model(client), [prepared.sites.counts(c) for c in range(world.own)]

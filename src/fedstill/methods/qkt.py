@@ -27,14 +27,12 @@ import torch
 from torch import Tensor
 
 from fedstill.fields import Count, Positive, Share
-from fedstill.fitting import FIT, FITTING, Fit, probe_seed
+from fedstill.fitting import FIT, FITTING, Fit, probed
 from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
-from fedstill.models.contract import predictor
 from fedstill.records import Carry, Payload, Plan, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
-from fedstill.teachers import noise_probe
 from fedstill.work import ClientWork
 
 REFINE = "refine"
@@ -111,8 +109,8 @@ class Queried(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         teachers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
-        query, seed, samples = world.queries[view.client], probe_seed(world), self.method.samples
-        probes = [noise_probe(predictor(s, p), s.input_shape, samples, seed) for s, p in teachers.values()]
+        query, samples = world.queries[view.client], self.method.samples
+        probes = [probed(s, p, world, samples) for s, p in teachers.values()]
         use = torch.tensor([float(self.method.useful(p, query)) for p in probes]).reshape(-1, 1)
         mask = self.method.mask(view.client, view.counts, world)
         return Carry(down.params, teachers, constants={"use": use, "mask": mask})
