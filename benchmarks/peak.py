@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from fedstill.engines.pooled import cores
+from fedstill.engines.cores import cores
 
 SECONDS = 0.6
 """How long each kernel is run."""

@@ -24,12 +24,12 @@ import torch
 from benchmarks import peak
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, flops
+from fedstill.engines.cores import cores
 from fedstill.engines.passes import correct_by_class
-from fedstill.engines.pooled import cores
 from fedstill.experiment.checkpoint import Checkpoints
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle
-from fedstill.method import run_round
+from fedstill.method import run_census, run_round
 from fedstill.report import terminal
 
 PLAIN = "plain PyTorch"
@@ -40,7 +40,10 @@ class Ours:
 
     def __init__(self, ready: Prepared) -> None:
         self.ready, self.engine = ready, ready.engine()
-        self.state = ready.settings.method.setup(ready.world)
+        method, rules = ready.settings.method, ready.settings.rules
+        self.state = method.setup(ready.world)
+        if "label_counts" in method.requires():
+            self.state = run_census(self.state, ready.world, self.engine, lambda *_: None, rules)
 
     def run_round(self) -> None:
         """One round."""

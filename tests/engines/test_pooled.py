@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import toys
+from fedstill.engines.cores import workers
 from fedstill.engines.memory import Memory
-from fedstill.engines.pooled import PooledEngine, workers
+from fedstill.engines.pooled import PooledEngine
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs, layout
+from fedstill.engines.cores import workers
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import Batch
+from fedstill.engines.teachers import Teachers
 from fedstill.keys import generator, resident, seed_for
 from fedstill.records import Carry, Examples, ModelSpec, Plan, Stage, Teacher, Tensors, View
 
@@ -45,7 +47,14 @@ class Alone:
         self.order, self.pixels = (draw(view.client, how, purpose) for purpose in ("order", "pixels"))
         plain = not how.inputs.steps
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
-        self._tables: dict[tuple[str, str], Tensor] = {}
+        lasting = self.still is not None and many_passes(how.plan, self.examples)
+        self.teachers = Teachers(
+            self.carry.teachers,
+            view.model,
+            self.still.images if lasting and self.still is not None else None,
+            workers() if len(how.stage.clients) == 1 else 1,  # in a stage of many, other clients have the cores
+            how.precision,
+        )
 
     def batches(self) -> Iterator[Batch]:
         """The batches of all epochs, in order."""
@@ -65,12 +74,11 @@ class Alone:
 
     def tables(self, name: str, what: str) -> Tensor | None:
         """A teacher's outputs for all examples, made once; None where inputs vary, or not all examples are seen."""
-        if self.still is None or not many_passes(self.how.plan, self.examples):
-            return None
-        if (name, what) not in self._tables:
-            teacher = self.carry.teachers[name]
-            self._tables[name, what] = outputs(teacher, what, self.still, self.view.model, self.how)
-        return self._tables[name, what]
+        return self.teachers.table(name, what)
+
+    def now(self, name: str, what: str, x: Tensor) -> Tensor:
+        """A teacher's outputs for one batch."""
+        return self.teachers.now(name, what, x)
 
     def each(self, run: Callable[..., T], *values: Any) -> T:
         """``run`` with what the client started with, and these values."""

@@ -71,7 +71,7 @@ class _Training:
         self.lr = self.plan.lr_at(clients.how.stage.round)
         self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
         module = _in_training_mode(contract.module(spec), self.plan)
-        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device)
+        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, clients.now)
         self.sums = _Sums()
         self.settles = type(work).settle is not ClientWork.settle
         self.adjusts = type(work).adjust is not ClientWork.adjust

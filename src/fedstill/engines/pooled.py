@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -10,30 +9,14 @@ from typing import TypeVar
 
 import torch
 
+from fedstill.engines.cores import workers
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError
 from fedstill.models import contract
 from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork
 
 A = TypeVar("A")
 T = TypeVar("T")
-
-WORKERS = "FEDSTILL_WORKERS"
-"""The environment variable that says how many clients to train at once; unset, one a core."""
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def workers() -> int:
-    """How many clients to train at once; raises ConfigError if the environment says what is no number from 1."""
-    said = os.environ.get(WORKERS, "")
-    if said and not (said.isdecimal() and int(said)):
-        raise ConfigError(f"{WORKERS} = {said!r} in the environment must be a whole number from 1")
-    return int(said) if said else cores()
 
 
 @dataclass

@@ -21,6 +21,8 @@ T = TypeVar("T")
 class Stack:
     """K clients with examples: their data lie one below another, short batches are padded with their own first."""
 
+    now = None  # teachers run under vmap, each client's own
+
     def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
         self.view, self.how, self.size = views[0], how, len(views)
         each = [examples_of(v, how.stage) for v in views]

@@ -19,6 +19,9 @@ T = TypeVar("T")
 Table = Callable[[str, str], Tensor | None]
 """(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run on each batch."""
 
+Now = Callable[[str, str, Tensor], Tensor]
+"""(teacher, "logits" or "features", inputs) to its outputs for one batch."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -45,19 +48,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class Networks:
-    """What a step runs: the student's module, and teachers, whose outputs may be known already."""
+    """What a step runs: the student's module, and teachers, whose outputs may be known already.
+
+    ``now``: runs teachers on a batch; None under ``vmap``, where they are run here, for each client of the stack.
+    """
 
     spec: ModelSpec
     module: nn.Module
     table: Table
     precision: str
     device: torch.device
+    now: Now | None = None
 
     def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
         """Logits or features of a frozen teacher for one batch."""
         known = self.table(name, what)
         if known is not None:
             return known[rows]
+        if self.now is not None:
+            return self.now(name, what, x)
         teacher = carry.teachers[name]
         spec, params = teacher if isinstance(teacher, tuple) else (self.spec, teacher)
         run = contract.forward if what == "logits" else contract.features

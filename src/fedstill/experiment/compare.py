@@ -144,7 +144,7 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
 
 
 def _do(variant: Variant, jobs: int) -> tuple[int, str]:
-    from fedstill.engines.pooled import WORKERS, cores
+    from fedstill.engines.cores import WORKERS, cores
     from fedstill.experiment import runner
 
     if (variant.folder / "summary.json").is_file():

@@ -109,13 +109,13 @@ class SeveralWithFeatures(Several):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         z = step.features()  # (B, D)
+        theirs = [step.teacher_features(name) for name in carry.teachers]  # first: their logits come with them
         terms = super().terms(step, carry)
         if not carry.teachers:
             return terms
         module = contract.module(carry["model"], "frozen")
         models = [t for t in carry.teachers.values() if not isinstance(t, tuple)]
         read = torch.stack([contract.head(module, p, z) for p in models])  # (K, B, C)
-        theirs = torch.stack([step.teacher_features(name) for name in carry.teachers])  # (K, B, D)
-        apart = (z - theirs).square().mean(-1)  # (K, B)
+        apart = (z - torch.stack(theirs)).square().mean(-1)  # (K, B)
         weight = (step.epoch > 0) * self.method.feature_weight  # a product: the clients of a stack differ in epoch
         return {**terms, "features": weight * (self.method.weights(read, step.y) * apart).sum(0)}

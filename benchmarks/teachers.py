@@ -1,0 +1,62 @@
+"""What teachers cost: seconds a round of FedSeq and of SFedKD with K teachers, their logits cached and not.
+
+``python -m benchmarks.teachers [--images 500] [--epochs 5] [--repeats 3]``: workload W2, a chain of ten clients.
+Cached: inputs are not augmented, and a teacher's logits are computed once a client and round. Not cached: inputs are
+mirrored at random, and every teacher is run on every batch. The contestants take turns, one round each; the first round, which
+has no teachers, warms them up. Ratios are to FedSeq's round of the same turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from benchmarks.speed import Ours, _spread
+from benchmarks.workloads import PAPER, Workload
+from fedstill.engines.cores import workers
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.settings import settle
+from fedstill.report import terminal
+
+
+def workload(clients: int, images: int, epochs: int) -> Workload:
+    """A chain of all clients, on the network of W1."""
+    about = f"a chain of {clients} clients, {images} images of 3 x 32 x 32 each, {epochs} epochs of batches of 50"
+    return Workload("W2", about, clients, clients, images, (3, 32, 32), {"name": "cnn"}, {**PAPER, "epochs": epochs})
+
+
+def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[tuple[str, str, str]]:
+    """Rows of one table: the setting, seconds a round, times FedSeq's seconds."""
+    changes = {
+        "topology": {"kind": "sequential", "clients": made.clients, "sampled": made.clients},
+        "data": {"augment": [] if cached else ["flip"]},
+    }
+    data = made.dataset()
+    methods = {"FedSeq": {"name": "fedseq"}, **{f"K = {k}": {"name": "sfedkd", "k": k} for k in ks}}
+    running = {}
+    for label, fields in methods.items():
+        running[label] = Ours(prepare(settle(made.experiment("fedseq", method=fields, **changes)), data))
+        running[label].run_round()
+    seconds: dict[str, list[float]] = {label: [] for label in running}
+    for _ in range(repeats):
+        for label, one in running.items():
+            began = time.perf_counter()
+            one.run_round()
+            seconds[label].append(time.perf_counter() - began)
+    base = seconds["FedSeq"]
+    return [(n, _spread(s), _spread([a / b for a, b in zip(s, base, strict=True)])) for n, s in seconds.items()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("clients", 10), ("images", 500), ("epochs", 5), ("repeats", 3)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--k", default="1,3,5,7,10", help="numbers of teachers")
+    given = parser.parse_args()
+    made = workload(given.clients, given.images, given.epochs)
+    screen = terminal.console()
+    screen.print(f"{made.about}; {workers()} workers, {given.repeats} turns: median (smallest to largest)")
+    for cached in (True, False):
+        rows = measure(made, [int(k) for k in given.k.split(",")], given.repeats, cached)
+        heads = ["cached" if cached else "not cached", "seconds a round", "times FedSeq's"]
+        screen.print(terminal.table(heads, rows))

@@ -1,0 +1,173 @@
+"""Teachers' outputs: equal to plain forward passes, in as few of them as there can be, whatever the workers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import toys
+from fedstill.engines import cores
+from fedstill.engines.cores import WORKERS, side_by_side
+from fedstill.engines.teachers import Teachers
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+from fedstill.models import contract
+
+SPEC = contract.spec_for("digits_cnn", (1, 8, 8), 5)
+IMAGES = torch.randn(610, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+NAMED = {str(i): contract.initial(SPEC, i) for i in range(4)}
+
+
+def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) -> Tensor:
+    """What a step gets of a teacher for one batch."""
+    known = teachers.table(name, kind)
+    return teachers.now(name, kind, x) if known is None else known[index]
+
+
+def plainly(name: str, x: Tensor) -> Tensor:
+    module = contract.build(SPEC).eval()
+    module.load_state_dict(dict(NAMED[name]))
+    with torch.no_grad():
+        return module(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("still", [True, False])
+@pytest.mark.parametrize("kind", ["logits", "features"])
+def test_outputs_are_those_of_a_plain_forward_pass(still: bool, kind: str) -> None:
+    teachers = Teachers(NAMED, SPEC, IMAGES if still else None, workers=2)
+    index = torch.tensor([3, 600, 255, 249, 250])
+    for name in NAMED:
+        asked(teachers, name, kind, IMAGES[index], index)
+        out = asked(teachers, name, "logits", IMAGES[index], index)
+        torch.testing.assert_close(out, plainly(name, IMAGES[index]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("still", [True, False])
+def test_the_bits_do_not_depend_on_the_number_of_workers(still: bool) -> None:
+    index = torch.arange(64)
+    before = torch.get_num_threads()
+    found = []
+    for workers, threads in ((1, 1), (2, 1), (3, 1), (1, 2), (3, 2)):
+        torch.set_num_threads(threads)
+        x = IMAGES[index].clone()
+        teachers = Teachers(NAMED, SPEC, IMAGES if still else None, workers)
+        found.append(
+            torch.stack([asked(teachers, n, k, x, index).sum(1) for n in NAMED for k in ("logits", "features")])
+        )
+        assert torch.get_num_threads() == threads, "the caller's setting is left as it was"
+    torch.set_num_threads(before)
+    assert all(torch.equal(f, found[0]) for f in found)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every forward pass of a teacher that is made: of the body or of the whole."""
+    made: list[str] = []
+
+    def counted(run: Callable[..., Tensor], name: str) -> Callable[..., Tensor]:
+        def wrapped(*args: object) -> Tensor:
+            made.append(name)
+            return run(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(contract, "forward", counted(contract.forward, "whole"))
+    monkeypatch.setattr(contract, "features", counted(contract.features, "body"))
+    return made
+
+
+def test_still_inputs_are_passed_once(passes: list[str]) -> None:
+    teachers = Teachers(NAMED, SPEC, IMAGES, workers=1)
+    for start in range(0, 600, 60):
+        index = torch.arange(start, start + 60)
+        for name in NAMED:
+            asked(teachers, name, "logits", IMAGES[index], index)
+    assert passes == ["whole"] * 3 * len(NAMED), "610 examples are three shards"
+
+
+def test_moving_inputs_are_passed_once_a_batch_whatever_is_asked(passes: list[str]) -> None:
+    teachers = Teachers(NAMED, SPEC, None, workers=1)
+    for start in (0, 60, 120):
+        index = torch.arange(start, start + 60)
+        x = IMAGES[index]
+        for kind in ("features", "logits", "features"):
+            for name in NAMED:
+                asked(teachers, name, kind, x, index)
+    assert passes == ["body"] * 3 * len(NAMED)
+
+
+def test_a_job_has_one_thread_and_stays_in_order() -> None:
+    def job(i: int) -> Callable[[], tuple[int, int]]:
+        return lambda: (i, torch.get_num_threads())
+
+    for workers in (1, 2, 3):
+        assert side_by_side([job(i) for i in range(7)], workers) == [(i, 1) for i in range(7)]
+
+
+def test_the_number_of_threads_is_a_threads_own_setting() -> None:
+    """What the bits rest on: shards set one thread while the caller keeps its own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    inside: list[int] = []
+
+    def other() -> None:
+        torch.set_num_threads(1)
+        inside.append(torch.get_num_threads())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert (inside, torch.get_num_threads()) == ([1], 2)
+    torch.set_num_threads(before)
+
+
+def test_a_teacher_that_fails_says_so() -> None:
+    def broken() -> int:
+        raise ValueError("no such layer")
+
+    for workers in (1, 2):
+        with pytest.raises(ValueError, match="no such layer"):
+            side_by_side([broken, lambda: 1], workers)
+
+
+@pytest.mark.parametrize("augment", [(), ("flip",)])
+def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
+    augment: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = {"kind": "sequential", "clients": 6, "sampled": 4}
+    models = []
+    for workers in (1, 2, 3):
+        monkeypatch.setenv(WORKERS, str(workers))
+        toy = toys.toy({"name": "sfedkd", "k": 3}, rounds=2, topology=chain, data={"augment": augment}, measure=())
+        models.append(run(toy, tmp_path / str(workers), data=toys.blobs()).model)
+    assert all(torch.equal(m[k], models[0][k]) for m in models for k in m)
+
+
+def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedstill.engines import alone
+
+    seen: list[int] = []
+
+    class Watched(Teachers):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            seen.append(self.workers)
+
+    monkeypatch.setattr(alone, "Teachers", Watched)
+    monkeypatch.setenv(WORKERS, "3")
+    for kind, expected in (("parallel", {1}), ("sequential", {3})):
+        seen.clear()
+        ready = prepare(settle(toys.toy("fedntd", topology={"kind": kind, "clients": 6, "sampled": 4})), toys.blobs())
+        method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
+        state, engine = method.setup(ready.world), ready.engine()
+        downs = {c: method.down(state, c, stage, ready.world) for c in stage.clients}
+        engine.run(method.work(stage), stage, downs, 7)  # type: ignore[arg-type]
+        assert set(seen) == expected
+    assert cores.cores() >= 1
