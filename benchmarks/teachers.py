@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.teachers [--images 500] [--epochs 5] [--repeats 3]``: workload W2, a chain of ten clients.
 Cached: inputs are not augmented, and a teacher's logits are computed once a client and round. Not cached: inputs are
-mirrored at random, and every teacher is run on every batch. The contestants take turns, one round each; the first round, which
-has no teachers, warms them up. Ratios are to FedSeq's round of the same turn.
+mirrored at random, and every teacher is run on every batch. The contestants take turns, one round each; the first
+round, which has no teachers, warms them up. Ratios are to FedSeq's round of the same turn.
 """
 
 from __future__ import annotations
@@ -53,10 +53,13 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--k", default="1,3,5,7,10", help="numbers of teachers")
     given = parser.parse_args()
+    ks = [int(k) for k in given.k.split(",")]
+    if max(ks) > given.clients:
+        parser.error(f"--k {max(ks)}: a chain of {given.clients} clients leaves no more teachers than that")
     made = workload(given.clients, given.images, given.epochs)
     screen = terminal.console()
     screen.print(f"{made.about}; {workers()} workers, {given.repeats} turns: median (smallest to largest)")
     for cached in (True, False):
-        rows = measure(made, [int(k) for k in given.k.split(",")], given.repeats, cached)
+        rows = measure(made, ks, given.repeats, cached)
         heads = ["cached" if cached else "not cached", "seconds a round", "times FedSeq's"]
         screen.print(terminal.table(heads, rows))
