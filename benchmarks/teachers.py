@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from benchmarks.speed import Ours, _spread
 from benchmarks.workloads import PAPER, Workload
@@ -35,7 +36,8 @@ def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[t
     methods = {"FedSeq": {"name": "fedseq"}, **{f"K = {k}": {"name": "sfedkd", "k": k} for k in ks}}
     running = {}
     for label, fields in methods.items():
-        running[label] = Ours(prepare(settle(made.experiment("fedseq", method=fields, **changes)), data))
+        experiment = replace(made.experiment("fedseq", **changes), method=fields)
+        running[label] = Ours(prepare(settle(experiment), data))
         running[label].run_round()
     seconds: dict[str, list[float]] = {label: [] for label in running}
     for _ in range(repeats):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 import torch
@@ -76,6 +78,47 @@ def test_ties_go_to_the_lower_position_even_when_sums_round_differently(metric: 
         rng = np.random.default_rng(seed)
         shuffled = np.stack([rng.permutation(row) for _ in range(6)])
         assert teachers.complementary(shuffled, 1, metric) == [0]
+
+
+def optimum(shares: np.ndarray, k: int, metric: labels.Metric) -> tuple[float, list[float]]:
+    """The least distance to uniform that any k candidates reach, and that of every choice, by trying all."""
+    every = [list(c) for c in combinations(range(len(shares)), k)]
+    uniform = np.full(shares.shape[1], 1 / shares.shape[1])
+    far = [float(labels.distance(shares[c].mean(0), uniform, metric, smoothing=0.0)) for c in every]
+    return min(far), far
+
+
+# The greedy algorithm is an approximation: never better than the optimum, often equal, far better than chance.
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_greedy_against_the_exact_optimum(metric: labels.Metric, k: int) -> None:
+    ours, best, chance = [], [], []
+    for seed in range(15):
+        shares = draw(seed, clients=8, classes=5)
+        chosen = shares[teachers.complementary(shares, k, metric)].mean(0)
+        ours.append(float(labels.distance(chosen, np.full(5, 0.2), metric, smoothing=0.0)))
+        least, far = optimum(shares, k, metric)
+        best.append(least)
+        chance.append(float(np.mean(far)))
+    assert all(o >= b - 1e-9 for o, b in zip(ours, best, strict=True))
+    if k == 1:
+        assert ours == pytest.approx(best), "of one teacher greedy is exact"
+    assert np.mean(ours) - np.mean(best) < 0.35 * (np.mean(chance) - np.mean(best))
+
+
+def test_greedy_is_not_always_optimal() -> None:
+    """The most uniform client comes first, though two others together are uniform."""
+    shares = np.array([[0.4, 0.4, 0.1, 0.1], [0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
+    assert teachers.complementary(shares, 2) == [0, 2]
+    assert optimum(shares, 2, "kl")[0] == pytest.approx(0)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_where_one_class_clients_cover_everything_greedy_is_optimal(metric: labels.Metric) -> None:
+    shares = np.eye(4)[[0, 0, 1, 2, 2, 3]]
+    chosen = shares[teachers.complementary(shares, 4, metric)].mean(0)
+    assert float(labels.distance(chosen, np.full(4, 0.25), metric, smoothing=0.0)) == pytest.approx(0)
+    assert optimum(shares, 4, metric)[0] == pytest.approx(0)
 
 
 def test_the_number_asked_for_and_what_is_refused() -> None:
