@@ -136,6 +136,7 @@ class SerialEngine:
             params, ran = trained.params, trained.ran
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
             metrics |= {"scores": list(trained.scores)} if trained.scores else {}
+            metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
         up, memory = work.end(params, carry, ran, view, self.world)
         self.memory.hold(view.client, memory)
         metrics |= work.report(params, carry, view, self.world)

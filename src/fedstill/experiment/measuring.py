@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Measuring:
     seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
     _replies: list[dict[str, Any]] = field(default_factory=list)
     _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -89,6 +90,8 @@ class Measuring:
         if room is None or seen.stage.round not in self.rounds:
             return
         torch.set_num_threads(self.prepared.settings.many_threads[1])
+        if seen.stage.alone and seen.replies:
+            seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
         for name, measure in self.measures.items():
             if measure.only_last and not seen.ends_run:
@@ -162,6 +165,8 @@ class Measuring:
         self._replies += events
         self._count_local(events)
         self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
+        accepted = [e["client"] for e in events if "refused" not in e and "idle" not in e and e["round"] > 0]
+        self._acted = [*self._acted, *accepted][-2:]
 
     def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
         """What came of the clients' queries."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedstill.report.groups import Group
@@ -44,28 +44,38 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
 
     ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y axis.
     """
+    none = Series([], [])
+    found = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
+    return curves(found, style, "round", **axis)
+
+
+def curves(found: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
+    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted."""
     data = []
-    for group in groups:
-        series = over_seeds(group, key)
+    for group, series, other in found:
         if series.rounds:
             data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
-        other = over_seeds(group, reference) if reference else Series([], [])
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
-    rounds = {"title": {"text": "round"}, "rangemode": "tozero", "unifiedhovertitle": {"text": "round %{x}"}}
-    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(groups) <= MOST_IN_LEGEND)}
+    rounds = {"title": {"text": unit}, "rangemode": "tozero", "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
+    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(found) <= MOST_IN_LEGEND)}
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
     """Accuracy over the seconds passed, both the mean over seeds at the end of each round."""
+    return over(groups, style, elapsed, "seconds")
+
+
+def over(groups: Sequence[Group], style: Style, clock: Callable[[Group], Series], title: str) -> Figure:
+    """Accuracy over what a clock says, both the mean over seeds at the end of each round."""
     data = []
     for group in groups:
-        accuracy, times = over_seeds(group, "accuracy"), elapsed(group)
+        accuracy, times = over_seeds(group, "accuracy"), clock(group)
         seconds = dict(zip(times.rounds, times.mean, strict=True))
         if accuracy.rounds:
             trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT)
             data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
-    axes = {"title": {"text": "seconds"}, "rangemode": "tozero", "hoverformat": ".1f"}
+    axes = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
     return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT, showlegend=len(groups) <= MOST_IN_LEGEND)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,18 @@ def views(groups: Sequence[Group]) -> list[str]:
 def class_by_round(group: Group, view: str) -> Figure:
     """Accuracy of each class in each round, for the mean over seeds or one seed."""
     runs = [r for r in group.started if view in (MEAN, f"seed {r.seed}")]
-    means = class_means(runs)
-    columns = list(means.values())
-    rows = [[_percent(v) for v in row] for row in zip(*columns, strict=True)]
-    names = _names(group.classes)
+    return class_map(class_means(runs), group.classes, "round", f"no run with {view}")
+
+
+def class_map(
+    columns: Mapping[int, Sequence[float | None]], classes: Sequence[str], unit: str, absent: str = ""
+) -> Figure:
+    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent`` is said where there is none."""
+    rows = [[_percent(v) for v in row] for row in zip(*columns.values(), strict=True)]
+    names = _names(classes)
     trace = {
         "type": "heatmap",
-        "x": list(means),
+        "x": list(columns),
         "y": names,
         "z": rows,
         "zmin": 0,
@@ -68,14 +73,14 @@ def class_by_round(group: Group, view: str) -> Figure:
         "colorscale": ACCURACY,
         "showscale": False,
         "hoverongaps": False,
-        "hovertemplate": "class %{y}, round %{x}: %{z:.1f} %<extra></extra>",
+        "hovertemplate": f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
     }
-    about: dict[str, Any] = {} if rows else {"annotations": [_absent(f"no run with {view}")]}
+    about: dict[str, Any] = {} if rows else {"annotations": [_absent(absent)]}
     axes = layout(
         height=_height(len(names)),
         showlegend=False,
         hovermode="closest",
-        xaxis={"title": {"text": "round"}, "showgrid": False, "zeroline": False},
+        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False},
         yaxis=_class_axis("class"),
     )
     return {"data": [trace] if rows else [], "layout": {**axes, **about}}

@@ -13,6 +13,7 @@ from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
 from fedstill.report.asked import asked, probed
+from fedstill.report.chain import chain
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
@@ -20,6 +21,7 @@ from fedstill.report.heterogeneity import heterogeneity
 from fedstill.report.knowledge import knowledge
 from fedstill.report.landscapes import landscape
 from fedstill.report.markup import Html, escape, facts
+from fedstill.report.targets import targets
 from fedstill.report.weights import personal, weights
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -67,6 +69,8 @@ def page(compared: Sequence[Group]) -> str:
         tsne(compared, style),
         sphere(compared, style),
         landscape(compared, style),
+        chain(compared, style),
+        targets(compared, style),
         sections.cost(compared, style),
         sections.failures(compared, style),
         sections.settings(compared, style),

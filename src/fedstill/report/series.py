@@ -43,9 +43,19 @@ def over_seeds(group: Group, key: str) -> Series:
     return _series([run.curve(key) for run in group.started])
 
 
+def of_runs(curves: Sequence[dict[int, float]]) -> Series:
+    """Mean and spread of some runs' curves, each a number by round or hop."""
+    return _series(curves)
+
+
+def trained(group: Group) -> Series:
+    """Seconds that clients trained, from the start to the end of each round, summed over them; 0 for round 0."""
+    return _series([_passed(run, "seconds_clients") for run in group.started])
+
+
 def elapsed(group: Group) -> Series:
     """Seconds from the start to the end of each round; 0 for round 0."""
-    return _series([_elapsed(run) for run in group.started])
+    return _series([_passed(run, "seconds") for run in group.started])
 
 
 def class_means(runs: Sequence[Run]) -> dict[int, list[float | None]]:
@@ -73,9 +83,9 @@ def phases(run: Run) -> Phases:
     return Phases(training, measuring, max(0.0, total - training - measuring))
 
 
-def _elapsed(run: Run) -> dict[int, float]:
+def _passed(run: Run, key: str) -> dict[int, float]:
     numbers = [0, *(e["round"] for e in run.rounds)]
-    return dict(zip(numbers, accumulate([0.0, *(e.get("seconds") or 0.0 for e in run.rounds)]), strict=True))
+    return dict(zip(numbers, accumulate([0.0, *(e.get(key) or 0.0 for e in run.rounds)]), strict=True))
 
 
 def _series(curves: Sequence[dict[int, float]]) -> Series:

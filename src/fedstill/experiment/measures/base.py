@@ -27,7 +27,8 @@ Numbers = Mapping[str, Any]
 class Happened:
     """A stage that is done: its accepted replies, what was sent down, the state before and after it.
 
-    ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any other.
+    ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any other. ``previous``: in a chain, the
+    client whose model was handed over, None for the very first.
     """
 
     stage: Stage
@@ -37,6 +38,7 @@ class Happened:
     after: State
     ends_round: bool
     ends_run: bool
+    previous: int | None = None
 
     @property
     def local_models(self) -> dict[int, Tensors]:

@@ -1,0 +1,102 @@
+"""The pictures of a chain and the time to a target: drawn from journals, left out where nothing was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from run_journals import events, stop_after
+
+import toys
+from fedstill.errors import CorruptFile
+from fedstill.experiment.runner import run
+from fedstill.report import chain, targets
+from fedstill.report.groups import groups
+from fedstill.report.page import page
+from fedstill.report.runs import read
+
+CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chains")
+    for name, method in (("seq", "fedseq"), ("kd", {"name": "sfedkd", "k": 2})):
+        for seed in (7, 8):
+            toy = toys.toy(
+                method, seed=seed, rounds=3, topology=CHAIN, measure=("chain",), measure_every=1, plan={"lr": 0.1}
+            )
+            run(toy, folder / f"{name}{seed}", data=toys.blobs())
+    return folder
+
+
+def made(*folders: Path):  # type: ignore[no-untyped-def]
+    return groups(folders)
+
+
+def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
+    (group,) = made(runs / "seq7")
+    (hops,) = chain.read(group)
+    looks = [e for e in events(runs / "seq7") if e["event"] == "measure"]
+    assert list(hops.accuracy) == list(range(1, 10))
+    assert list(hops.accuracy.values()) == [e["class_accuracy"] for e in looks]
+    assert list(hops.kept) == list(range(2, 10))
+    assert [hops.handed_over[i] for i in range(2, 10)] == [e["handed_over"] for e in looks[1:]]
+    best = [max(e["class_accuracy"][c] for e in looks[:-1]) for c in range(5)]
+    last = looks[-1]["class_accuracy"]
+    assert hops.lost[9] == pytest.approx(sum(b - a for b, a in zip(best, last, strict=True)) / 5)
+
+
+def test_the_page_shows_them(runs: Path) -> None:
+    text = page(made(*sorted(runs.iterdir())))
+    for title in ("Along the chain", "Consistency of successive models", "Forgetting F along", "Model drift"):
+        assert title in text
+    assert "Time to target" in text
+    assert text.count("hop %{x}") >= 5
+
+
+def test_where_nothing_was_measured_nothing_is_shown(runs: Path, finished: Path) -> None:
+    assert "Along the chain" not in page(made(finished / "avg7"))
+
+
+def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
+    one = read(runs / "kd7")
+    sums, passed = [], 0.0
+    for event in one.rounds:
+        passed += event["seconds_clients"]
+        sums.append(passed)
+    reached = [e["accuracy"] for e in one.rounds]
+    assert targets.seconds_to(one, reached[0]) == pytest.approx(sums[0])
+    best = max(reached)
+    assert targets.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
+    assert targets.seconds_to(one, 1.01) is None
+
+
+def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:
+    text = page(made(*sorted(runs.iterdir())))
+    (part,) = re.findall(r'<section[^>]*id="targets".*?</section>', text, re.DOTALL)
+    assert ">2<" in part
+
+
+def test_a_damaged_look_is_named(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("config.toml", "summary.json"):
+        (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
+    lines = events(runs / "seq7")
+    next(e for e in lines if e["event"] == "measure")["class_accuracy"] = ["much"]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    with pytest.raises(CorruptFile, match=r"round 1 of chain is damaged"):
+        page(made(folder))
+
+
+def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("config.toml", "summary.json", "journal.jsonl"):
+        (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
+    stop_after(folder, 1)
+    (hops,) = chain.read(made(folder)[0])
+    assert list(hops.accuracy) == [1, 2, 3]
