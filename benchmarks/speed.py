@@ -158,7 +158,7 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     for one in contestants:
         ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
         share = f"{100 * work / statistics.median(one.seconds) / limit:.0f} %" if one.method == "fedavg" else ""
-        table.append((one.name, _spread(one.seconds), _spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
+        table.append((one.name, spread(one.seconds), spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
     heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
     screen.print(terminal.table(heads, table))
     ours = contestants[-1]
@@ -170,7 +170,8 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
         one.end()
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Median, and from smallest to largest."""
     return f"{statistics.median(values):.3g} ({min(values):.3g}–{max(values):.3g})"
 
 

@@ -2,8 +2,9 @@
 
     python examples/sequential.py
 
-The mean of one model is that model, so FedAvg on a chain is sequential training (FedSeq); FedNTD on a chain distils
-from the model that was handed over. Then a run is stopped after some stages and resumed, to the same bits.
+FedSeq is plain training along a chain; FedNTD on a chain distils from the model that was handed over, SFedKD from
+models of the last round that together know all classes. Then a run is stopped after some stages and resumed, to the
+same bits.
 """
 
 import sys
@@ -41,12 +42,12 @@ class StopAfter(Quiet):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    for method in ("fedavg", "fedntd"):
+    for method in ("fedseq", "fedntd", "sfedkd"):
         whole = fedstill.run(Experiment(method=method, **COMMON), out=Path(folder) / method)
         print(f"{method} on a chain: accuracy {whole.accuracy:.3f}, forgetting {whole.forgetting:.3f}")
     stopped = Path(folder) / "stopped"
     try:
-        fedstill.run(Experiment(method="fedntd", **COMMON), out=stopped, watch=StopAfter(7))
+        fedstill.run(Experiment(method="sfedkd", **COMMON), out=stopped, watch=StopAfter(7))
     except Interrupted:
         resumed = fedstill.resume(stopped)
     same = all(torch.equal(resumed.model[k], whole.model[k]) for k in whole.model)

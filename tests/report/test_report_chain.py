@@ -49,6 +49,12 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
     assert hops.lost[9] == pytest.approx(sum(b - a for b, a in zip(best, last, strict=True)) / 5)
 
 
+def test_a_client_that_failed_leaves_a_blank_column() -> None:
+    row = [0.5, None]
+    hops = chain.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
+    assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, "round 2 was not measured"
+
+
 def test_the_page_shows_them(runs: Path) -> None:
     text = page(made(*sorted(runs.iterdir())))
     for title in ("Along the chain", "Consistency of successive models", "Forgetting F along", "Model drift"):

@@ -29,9 +29,18 @@ KEPT = (
 class Hops:
     """What a run's chain measured, by the number of the hop, counted from 1 through all rounds."""
 
+    links: int  # a round's hops
     accuracy: dict[int, list[Any]] = field(default_factory=dict)  # (C,), None for a class without test images
     handed_over: dict[int, float] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[int, list[Any]]:
+        """Accuracies (C,) of every hop of a measured round; those of a client that failed are None."""
+        blank = [None] * len(next(iter(self.accuracy.values()), []))
+        rounds = sorted({(hop - 1) // self.links for hop in self.accuracy})
+        hops = [r * self.links + i + 1 for r in rounds for i in range(self.links)]
+        return {hop: self.accuracy.get(hop, blank) for hop in hops if hop <= max(self.accuracy)}
 
     @property
     def alike(self) -> dict[int, float]:
@@ -64,7 +73,7 @@ def chain(groups: Sequence[Group], style: Style) -> Html | None:
         figure([drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], KEPT, "Model drift"),
     ]
     maps = [
-        figure([class_map(hops[0].accuracy, g.classes, "hop")], f"{g.label}: {MAP}", labelled(g, style))
+        figure([class_map(hops[0].columns, g.classes, "hop")], f"{g.label}: {MAP}", labelled(g, style))
         for g, hops in found
     ]
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in ACCURACY)
@@ -78,14 +87,16 @@ def read(group: Group) -> list[Hops]:
     """The hops of each of a group's runs that measured any."""
     found: dict[int, Hops] = {}
     for look in looks(group, "chain"):
-        _take(look, found.setdefault(id(look.run), Hops()))
+        _take(look, found)
     return list(found.values())
 
 
-def _take(look: Look, into: Hops) -> None:
+def _take(look: Look, found: dict[int, Hops]) -> None:
     with reading(look) as event:
-        links = 1 + max(int(e["stage"]) for e in look.run.clients if e["round"] > 0)
-        hop = (event["round"] - 1) * links + int(event["stage"]) + 1
+        if id(look.run) not in found:
+            found[id(look.run)] = Hops(1 + max(int(e["stage"]) for e in look.run.clients if e["round"] > 0))
+        into = found[id(look.run)]
+        hop = (event["round"] - 1) * into.links + int(event["stage"]) + 1
         into.accuracy[hop] = [None if v is None else float(v) for v in event["class_accuracy"]]
         if len(into.accuracy[hop]) != len(look.run.classes):
             raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")
