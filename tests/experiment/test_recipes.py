@@ -98,3 +98,13 @@ def test_a_figure_at_a_tiny_size_is_in_the_report(
         lines = [line.split() for line in said.splitlines() if "alignment layers features local" in line]
         assert [(row[0], *row[-2:]) for row in lines] == [("FedAvg", "0.635", "1"), ("FedNTD", "0.703", "1")]
         assert all(0 <= float(row[-3]) <= 1 for row in lines)
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_cells_can_be_named_on_a_command_line(name: str) -> None:
+    """A comma or colon in a name would part it."""
+    recipe = recipes.load(name)
+    for row, column in recipe.cells():
+        assert not set(",") & set(row + column)
+        assert ":" not in row
+        assert (row, column) in recipe.cells([f"{row}:{column}"])
