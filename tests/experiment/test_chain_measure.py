@@ -10,6 +10,7 @@ from torch import Tensor
 
 import toys
 from fedstill.engines import serial
+from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.journal import read, without_times
 from fedstill.experiment.prepare import prepare
@@ -39,8 +40,8 @@ def share(ready, params: dict[str, Tensor], images: Tensor, labels: Tensor) -> f
 def test_its_numbers_are_those_of_plain_evaluations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train, hops = serial.train, []
 
-    def kept(work, carry, plan, stage, view, inputs, seed):  # type: ignore[no-untyped-def]
-        done = train(work, carry, plan, stage, view, inputs, seed)
+    def kept(work, carry, plan, stage, view, *rest):  # type: ignore[no-untyped-def]
+        done = train(work, carry, plan, stage, view, *rest)
         hops.append((view.client, dict(carry.params), dict(done.params)))
         return done
 
@@ -78,10 +79,10 @@ def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(
 ) -> None:
     train = serial.train
 
-    def failing(work, carry, plan, stage, view, inputs, seed):  # type: ignore[no-untyped-def]
+    def failing(work, carry, plan, stage, *rest):  # type: ignore[no-untyped-def]
         if stage.index == 1:
             raise RuntimeError("gone")
-        return train(work, carry, plan, stage, view, inputs, seed)
+        return train(work, carry, plan, stage, *rest)
 
     monkeypatch.setattr(serial, "train", failing)
     run(toy(rounds=1), tmp_path / "run", data=toys.blobs())
@@ -90,9 +91,9 @@ def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(
     assert second["previous"] == first["client"]
 
 
-def test_side_by_side_there_is_nothing_to_see(tmp_path: Path) -> None:
-    run(toy("fedavg", topology={"kind": "parallel", "clients": 6, "sampled": 3}), tmp_path / "run", data=toys.blobs())
-    assert looked(tmp_path / "run") == []
+def test_side_by_side_it_is_refused() -> None:
+    with pytest.raises(IncompatibleMethod, match=r"measure chain: .*topology\.kind = 'sequential'"):
+        prepare(settle(toy("fedavg", topology={"kind": "parallel", "clients": 6})), toys.blobs())
 
 
 def test_the_journal_says_who_taught_whom(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from run_bits import assert_same_bits, bits, stopped
 
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
+ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
 STAGES: list[Happened] = []
 
@@ -52,7 +54,8 @@ class Broken(Measure):
 
 def measured(*names: str, **changes: Any) -> Experiment:
     model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
-    return toys.toy(**{"measure": list(names), **model, **changes})
+    chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
+    return toys.toy(**{"measure": list(names), **model, **chain, **changes})
 
 
 @pytest.fixture(scope="module", params=MEASURES)
@@ -91,7 +94,8 @@ def test_it_resumes_to_the_same_bits(whole: tuple[str, Path], tmp_path: Path) ->
 
 def test_it_looks_without_leaving_a_trace(whole: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = whole
-    run(measured(model=settle(measured(name)).tree["model"]), tmp_path / "run", data=toys.blobs())
+    same = settle(measured(name)).tree
+    run(measured(model=same["model"], topology=same["topology"]), tmp_path / "run", data=toys.blobs())
     assert bits(tmp_path / "run")["model.safetensors"] == bits(folder)["model.safetensors"]
 
 
@@ -105,7 +109,7 @@ def test_it_is_documented(whole: tuple[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, Any]]:
     """The last stage of a run with all measures that fit one model, and what they gave there."""
-    names = [n for n in MEASURES if n not in ("landscape", *ON_CIRCLE)]
+    names = [n for n in MEASURES if n not in ("landscape", "chain", *ON_CIRCLE)]
     STAGES.clear()
     found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
     (last,) = [s for s in STAGES if s.ends_run]
@@ -276,12 +280,17 @@ def test_a_measure_that_cannot_look_is_refused_by_name(changes: dict[str, Any], 
 
 @pytest.mark.parametrize("name", [n for n in MEASURES if "client_data" in measures([n])[n].needs])
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
-    ready = prepare(settle(measured()), toys.blobs())
+    ready = prepare(settle(measured(name)), toys.blobs())
     topology: Topology = ready.settings.topology
     setting = Setting(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
     with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at clients' data"):
         check_fit(measures([name]), setting)
     check_fit(measures(["alignment", "local"]), setting)
+
+
+def one_by_one(setting: Setting) -> Setting:
+    """The same with its clients in a chain."""
+    return replace(setting, schedule=[replace(s, alone=True) for s in setting.schedule])
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
@@ -292,7 +301,7 @@ def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> 
     for name in MEASURES:
         if name != "local" and name not in ON_CIRCLE:
             with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at a common test set"):
-                check_fit(measures([name]), setting)
+                check_fit(measures([name]), one_by_one(setting) if name == "chain" else setting)
     check_fit(measures(["local"]), setting)
 
 

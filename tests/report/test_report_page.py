@@ -37,7 +37,17 @@ def page_of(folder: Path, out: Path) -> str:
 
 def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path: Path) -> None:
     text = page_of(finished, tmp_path)
-    assert sections(text) == ["results", "rounds", "classes", "split", "knowledge", "cost", "failures", "settings"]
+    assert sections(text) == [
+        "results",
+        "rounds",
+        "classes",
+        "split",
+        "knowledge",
+        "targets",
+        "cost",
+        "failures",
+        "settings",
+    ]
     drawn = figures(text)
     for figure in drawn:
         go.Figure(figure)

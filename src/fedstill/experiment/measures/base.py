@@ -82,8 +82,9 @@ class Room:
 class Measure:
     """A measure: ``look`` is called after each stage of a measured round, and what it gives is written to the journal.
 
-    ``needs``: "test" (a common test set), "local_models" (replies that hold models of one architecture), "features" (a
-    model with a body), "plane" (features of two numbers), "client_data" (only a simulation has them).
+    ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
+    of one architecture), "features" (a model with a body), "plane" (features of two numbers), "client_data" (only a
+    simulation has them).
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     """
 

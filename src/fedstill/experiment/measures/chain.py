@@ -22,7 +22,7 @@ class Chain(Measure):
     Source: SFedKD, figure 1 (a) to (d). Reading: the first client of a round goes on from the last of the round before.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"chain", "test", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Class accuracies of the model that the client left, and the two accuracies on the previous client's data."""

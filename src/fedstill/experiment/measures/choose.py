@@ -63,6 +63,8 @@ def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
 
 def _lacks(need: str, setting: Setting) -> str:
     spec, world = setting.world.model(SERVER), setting.world
+    if need == "chain" and not any(stage.alone for stage in setting.schedule):
+        return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "local_models":
         if not any(_sends_models(stage, setting) for stage in setting.schedule):
             return f"clients of method {setting.name} send no models; choose a method whose clients do"
