@@ -30,6 +30,7 @@ class Method:
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
     ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts").
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise").
+    ``labelled``: the stages that read the labels of public data; in all others these are hidden, as -1.
     ``plans``: the paper's training settings by stage.
     """
 
@@ -38,6 +39,7 @@ class Method:
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
     permits: ClassVar[frozenset[str]] = frozenset()
+    labelled: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError
 from fedstill.experiment.settings import settle
 
+HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardised"]
 BELOW_ZERO = {
     "fedprox": ["mu"],
     "fedntd": ["beta"],
@@ -27,6 +28,9 @@ BELOW_ZERO = {
     "aver": ["weight"],
     "ebkd": ["weight"],
     "camkd": ["weight", "feature_weight"],
+    **{name: ["decay", "subset"] for name in HIPER},
+    "dsfl": ["subset"],
+    "fedmd": ["subset"],
 }
 COUNTS = {name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")}
 ZERO_TOO = {
@@ -48,6 +52,8 @@ ZERO_TOO = {
     "aver": ["temperature"],
     "ebkd": ["temperature"],
     "camkd": ["temperature"],
+    **{name: ["temperature", "low", "high"] for name in HIPER},
+    "dsfl": ["temperature"],
 }
 TOO_MUCH = [
     ("fedavgm", "momentum", 1.0),
@@ -55,6 +61,8 @@ TOO_MUCH = [
     ("kd_ntd", "mix", 1.5),
     ("cwc", "decay", 1.5),
     ("sfedkd", "smoothing", 2.0),
+    ("hiper_fedkd", "low", 1.5),
+    ("hiper_fedkd", "high", 2),
 ]
 OTHER = [
     ("fedadkd", "tckd", "both"),
@@ -68,6 +76,8 @@ OTHER = [
     ("cwc", "memory", "queue"),
     ("sfedkd", "teacher_choice", "best"),
     ("sfedkd", "distance", "cosine"),
+    ("hiper_fedkd", "personal", "cosine"),
+    ("dsfl", "aggregation", "median"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
@@ -95,7 +105,8 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    assert getattr(settle(toys.toy({"name": method, field: 0.0})).method, field) == 0
+    zero = 0 if field == "subset" else 0.0
+    assert getattr(settle(toys.toy({"name": method, field: zero})).method, field) == 0
 
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in ZERO_TOO.items() for f in fields])

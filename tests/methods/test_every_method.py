@@ -21,8 +21,10 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 
 
 def experiment(name: str) -> Experiment:
-    needs = registry.lookup("method", name).build().requires()
+    method = registry.lookup("method", name).build()
+    needs = method.requires()
     model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+from fedstill.losses.distillation import kd, logit_error, masked_kl, other_mse, soft_cross_entropy, standardize
     if name == "cwc":  # its penalty is steep: importance grows as the way gets shorter
         model = {"plan": {"epochs": 4, "batch": 10, "lr": 0.03}}
     public = toys.PUBLIC if "public_data" in needs else 0

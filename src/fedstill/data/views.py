@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class SimulatedSites:
     """All sites of a simulation over one training set.
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
+    Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
     ``own_test``: the test set of a real site, which stays there.
     ``plans`` say by stage what share of its own data a client holds out. ``passes``: how a model is run over data.
     """
@@ -33,6 +35,10 @@ class SimulatedSites:
     public: Examples | None = None
     common_test: Examples | None = None
     own_test: Examples | None = None
+    labelled: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
@@ -45,16 +51,23 @@ class SimulatedSites:
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""
         spec = self.model(client)
-        passes = self.passes(spec)
+        passes, public = self.passes(spec), self._public(stage)
         if client == SERVER:
-            data = self.public or Examples(self.train.images[:0], self.train.labels[:0])
+            data = public or Examples(self.train.images[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)
-            return View(client, spec, data, counts, self.public, None, None, passes)
+            return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0)
         validation = self.train.take(held) if len(held) else None
         counts = self.counts(client)
-        return View(client, spec, self.train.take(own), counts, self.public, validation, self.own_test, passes)
+        return View(client, spec, self.train.take(own), counts, public, validation, self.own_test, passes)
+
+    def _public(self, stage: Stage) -> Examples | None:
+        return self.public if stage.name in self.labelled else self._unlabelled
+
+    @cached_property
+    def _unlabelled(self) -> Examples | None:
+        return self.public and Examples(self.public.images, torch.full_like(self.public.labels, -1))
 
     def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
         part = self.parts[client]

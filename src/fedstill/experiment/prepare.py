@@ -61,7 +61,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")
     classes = len(dataset.classes)
     parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
-    world = world_of(settings, tuple(dataset.train.images.shape[1:]), classes)
+    shape = tuple(dataset.train.images.shape[1:])
+    world = world_of(settings, shape, classes, len(public) if public else 0)
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
         train=train.to(settings["device"]),
@@ -74,6 +75,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         seed=settings["seed"],
         public=public and public.to(settings["device"]),
         common_test=test.to(settings["device"]) if len(test) else None,
+        labelled=settings.method.labelled,
     )
     _check_fit(Prepared(settings, dataset, world, sites))
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
@@ -151,8 +153,8 @@ def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Ex
     return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
-def world_of(settings: Settings, shape: tuple[int, ...], classes: int) -> Federation:
-    """What every side may know, given the shape of an image (channels, height, width) and the number of classes."""
+def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int) -> Federation:
+    """What every side may know, given an image's shape (channels, height, width), the classes and the public images."""
     if len(shape) != 3:
         raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
     values = dict(settings["model"])
@@ -162,7 +164,8 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int) -> Federa
         defaults = {k: d for k, (_, d) in registry.lookup("model", name).fields.items() if d is not ...}
         others.append(contract.spec_for(name, shape, classes, defaults))
     plans = settings.plans
-    return Federation(settings.clients, classes, settings["rounds"], settings["seed"], plans, server, tuple(others))
+    numbers = (settings.clients, classes, settings["rounds"], settings["seed"])
+    return Federation(*numbers, plans, server, tuple(others), public)
 
 
 ASKED_OF_MODELS = {
@@ -204,6 +207,16 @@ def _check_fit(prepared: Prepared) -> None:
     tested = prepared.sites.common_test is not None
     setting = Setting(method, name, schedule, world, simulated=not on_sites(settings), tested=tested)
     check_fit(measures(settings["measure"]), setting)
+    _check_public_labels(prepared, {s.name for s in schedule})
+
+
+def _check_public_labels(prepared: Prepared, stages: set[str]) -> None:
+    public, reading = prepared.sites.public, sorted(stages & prepared.settings.method.labelled)
+    if public is not None and reading and bool((public.labels < 0).any()):
+        raise IncompatibleMethod(
+            f"stage {reading[0]!r} of method {prepared.settings['method']['name']} reads the labels of public images, "
+            'and these have none; leave it out with topology.first = ""'
+        )
 
 
 def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:

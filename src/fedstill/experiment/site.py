@@ -191,7 +191,8 @@ class Clerk:
         public = public_of(load(self.site.public).train, facts) if self.site.public else None
         if public is None and "public_data" in settings.method.requires():
             raise Refused("the method needs the public set: set public in this site's site.toml")
-        world, inputs = world_of(settings, facts.shape, len(facts.classes)), facts.inputs(settings)
+        world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
+        inputs = facts.inputs(settings)
         device = settings["device"]
         sites = SimulatedSites(
             train=train.to(device),
@@ -203,6 +204,7 @@ class Clerk:
             plans=dict(settings.plans),
             seed=settings["seed"],
             public=public and public.to(device),
+            labelled=settings.method.labelled,
             own_test=test.to(device),
         )
         return Ready(settings, world, sites, frozenset())

@@ -12,7 +12,10 @@ from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
 @dataclass(frozen=True)
 class Federation:
-    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty."""
+    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty.
+
+    ``public``: how many public images there are.
+    """
 
     clients: int
     classes: int
@@ -21,6 +24,7 @@ class Federation:
     plans: Mapping[str, Plan]
     server_model: ModelSpec
     client_models: tuple[ModelSpec, ...] = ()
+    public: int = 0
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     def model(self, client: int) -> ModelSpec:
