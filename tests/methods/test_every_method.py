@@ -24,9 +24,13 @@ def experiment(name: str) -> Experiment:
     method = registry.lookup("method", name).build()
     needs = method.requires()
     model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
-from fedstill.losses.distillation import kd, logit_error, masked_kl, other_mse, soft_cross_entropy, standardize
     if name == "cwc":  # its penalty is steep: importance grows as the way gets shorter
         model = {"plan": {"epochs": 4, "batch": 10, "lr": 0.03}}
+    if method.topology == "public_logits":
+        model = {
+            "clients": {"models": ("mlp", "logistic")},
+            "plan": {"epochs": 4, "batch": 10, "lr": 0.1, "optimiser": "sgd", "teach_server": {"epochs": 16}},
+        }
     public = toys.PUBLIC if "public_data" in needs else 0
     return toys.toy(name, data={"public": public}, topology={"clients": 6}, **model)
 

@@ -38,15 +38,18 @@ DATA: Fields = {
     "train_size": (CountOrZero, 0),
     "test_size": (CountOrZero, 0),
     "public": (CountOrZero, 0),
+    "public_from": (str, "train"),
+    "public_labels": (bool, True),
+    "public_resize": (bool, False),
 }
-"""``[data]``: which set, how training images vary, how much of it (0 = all), stratified; ``public`` images apart."""
+"""``[data]``: which set, how training images vary, how much of it (0 = all), stratified; the public set."""
 
 CLIENTS: Fields = {
     "quorum": (PositiveShare, 0.5),
     "norm_limit": (Positive, 10.0),
-    "models": (tuple[str, ...], ()),
+    "models": (tuple[str | dict[str, Any], ...] | dict[str, Any], ()),
 }
-"""``[clients]``: when a stage counts, and architectures other than the server's, dealt out in turn."""
+"""``[clients]``: when a stage counts, and whose architectures are other than the server's."""
 
 FLOWER: Fields = {
     "federation": (str, ""),

@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill import registry
 from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
-from fedstill.data.partition import cached, public_split
+from fedstill.data.partition import cached
 from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
+from fedstill.experiment.architectures import assigned
 from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.engine import ENGINES, resolved
 from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
+from fedstill.experiment.public_data import set_apart
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.models import contract
@@ -57,7 +58,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     dataset = dataset or read(settings)
-    train, public = _set_public_apart(settings, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
+    train, public = set_apart(settings, dataset, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")
     classes = len(dataset.classes)
     parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
@@ -143,26 +144,14 @@ def _smaller(examples: Examples, size: int, key: str) -> Examples:
     return examples.take(keep)
 
 
-def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Examples | None]:
-    size, own = settings["data"]["public"], settings["partition"].get("seed")
-    if size == 0:
-        return train, None
-    if size >= len(train):
-        raise ConfigError(f"data.public = {size} leaves nothing of {len(train)} training examples")
-    pool, public = public_split(len(train), size, settings["seed"] if own is None else own)
-    return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
-
-
 def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int) -> Federation:
     """What every side may know, given an image's shape (channels, height, width), the classes and the public images."""
     if len(shape) != 3:
         raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
     values = dict(settings["model"])
     server = contract.spec_for(values.pop("name"), shape, classes, values)
-    others = []
-    for name in settings["clients"]["models"]:
-        defaults = {k: d for k, (_, d) in registry.lookup("model", name).fields.items() if d is not ...}
-        others.append(contract.spec_for(name, shape, classes, defaults))
+    networks = assigned(settings["clients"]["models"], settings.clients)
+    others = [contract.spec_for(n[0], shape, classes, n[1]) if n else server for n in networks]
     plans = settings.plans
     numbers = (settings.clients, classes, settings["rounds"], settings["seed"])
     return Federation(*numbers, plans, server, tuple(others), public)

@@ -13,6 +13,7 @@ import torch
 from fedstill import registry
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.architectures import checked_models
 from fedstill.experiment.checking import checked, on_one_line, shown
 from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, TOP, Experiment, fields_of, plan_for
 from fedstill.experiment.measures.choose import measures
@@ -62,13 +63,17 @@ def settle(experiment: Experiment) -> Settings:
     measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
+    if data["public_from"] not in ("train", "noise"):
+        data["public_from"] = _data_name(data["public_from"], experiment.base)
     data["folder"] = str(_place(data["folder"], experiment.base, "data.folder")) if data["folder"] else ""
     rules = checked(CLIENTS, experiment.table("clients"), "clients")
-    rules["models"] = tuple(_resolved_name("model", n, experiment.base) for n in rules["models"])
     if experiment.table("privacy"):
         raise UnknownName("key", "privacy." + next(iter(experiment.table("privacy"))), [], "config")
     method, method_values = _thing(experiment, "method", {})
     clients = _clients(experiment)
+    rules["models"] = checked_models(
+        rules["models"], clients, experiment.base, lambda name: _resolved_name("model", name, experiment.base)
+    )
     default = {"topology": method.topology, "model": "digits_cnn" if data["name"] == "digits" else "cnn"}
     topology, topology_values = _thing(experiment, "topology", default, {method.topology: method.schedule})
     model_values = _values(experiment, "model", default)

@@ -21,6 +21,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, Refused
+from fedstill.experiment.architectures import words
 from fedstill.experiment.checking import Fields, checked, on_one_line
 from fedstill.experiment.config import NAMED, as_toml, from_tree
 from fedstill.experiment.facts import Facts, labels_of, public_of
@@ -216,7 +217,7 @@ def code_in(tree: Mapping[str, Any]) -> list[str]:
     models = tree.get("clients", {}).get("models", []) if isinstance(tree.get("clients"), Mapping) else []
     measures = tree.get("measure", [])
     named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
-    named += [_text(tree, "data", "name"), *(str(m) for m in models)]
+    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
     return sorted({n for n in named if ":" in n or n.endswith(".py")})
 
 
