@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import Trained, train
@@ -18,7 +17,7 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import set_products
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.models.contract import predictor
-from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -29,6 +28,10 @@ class Sites(Protocol):
 
     @property
     def inputs(self) -> Inputs: ...
+
+    @property
+    def public(self) -> Examples | None:
+        """The public set with its labels, which only measures may look at."""
 
     @property
     def common_test(self) -> Examples | None:
@@ -57,6 +60,7 @@ class SerialEngine:
     ``threads``: torch threads in a stage of many clients, and in one of a single client; part of a run's definition,
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
     float32 whatever the ``precision`` of training is.
+    ``measures``: by what (``local``: on the common test set; ``private_public``: on held-out and public data).
     """
 
     world: World
@@ -65,6 +69,7 @@ class SerialEngine:
     threads: tuple[int, int] = (1, 1)
     measured: frozenset[int] = frozenset()
     precision: str = "fp32"
+    measures: tuple[str, ...] = ("local",)
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -119,23 +124,32 @@ class SerialEngine:
         up, memory = work.end(params, carry, ran, view, self.world)
         self.memory.hold(view.client, memory)
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, params)
+        metrics |= self._measure(stage, view, begun.carry.params, params)
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
-    def _measure(self, stage: Stage, view: View, params: Tensors) -> dict[str, object]:
-        if view.test is not None and len(view.test) and params:
-            return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
-        test = self.sites.common_test
-        if stage.round not in self.measured or test is None or not params or view.client < 0:
+    def _measure(self, stage: Stage, view: View, start: Tensors, params: Tensors) -> dict[str, object]:
+        if stage.round not in self.measured or not params:
             return {}
-        start = time.perf_counter()
-        right = self._right(view, params, test)
-        return {
-            "label_counts": view.counts.tolist(),
-            "correct_by_class": right.tolist(),
-            "seconds_measuring": time.perf_counter() - start,
-        }
+        began, found = time.perf_counter(), dict[str, object]()
+        test = self.sites.common_test
+        if "local" in self.measures and test is not None and view.client != SERVER:
+            found |= {
+                "label_counts": view.counts.tolist(),
+                "correct_by_class": self._right(view, params, test).tolist(),
+            }
+        if "private_public" in self.measures:
+            half = time.perf_counter()
+            models = {"before": start, "after": params} if stage.view == "public" else {"after": params}
+            for name, data in (("private", view.validation), ("public", self.sites.public)):
+                if data is not None and len(data) and bool((data.labels >= 0).all()):
+                    counts = torch.bincount(data.labels, minlength=self.world.classes).tolist()
+                    found[name] = {
+                        "counts": counts,
+                        **{k: self._right(view, m, data).tolist() for k, m in models.items()},
+                    }
+            found["seconds_private_public"] = time.perf_counter() - half
+        return {**found, "seconds_measuring": time.perf_counter() - began} if found else {}
 
     def _right(self, view: View, params: Tensors, test: Examples) -> Tensor:
         """How many examples of each class these parameters predict right: (C,)."""

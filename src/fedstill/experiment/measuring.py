@@ -18,7 +18,8 @@ from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.prepare import Prepared
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.local import local_accuracies
-from fedstill.records import Payload, Reply, Stage
+from fedstill.metrics.private_public import private_public
+from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
 
@@ -42,7 +43,15 @@ class Measuring:
         """How the data are split: classes, and label counts by client."""
         sites, data = self.prepared.sites, self.prepared.dataset
         counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
-        return {"classes": list(data.classes), "label_counts": counts}
+        return {"classes": list(data.classes), "label_counts": counts, **self._networks()}
+
+    def _networks(self) -> dict[str, Any]:
+        """Who has which network, where they differ."""
+        world = self.prepared.world
+        everyone = range(world.clients)
+        if len({world.model(c) for c in everyone}) < 2:
+            return {}
+        return {"models": [str(world.model(c)) for c in everyone]}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
@@ -111,10 +120,12 @@ class Measuring:
             "forgetting": forgetting(classes),
             "consistency": consistency(before["class_accuracy"], measured["class_accuracy"]),
             **local_accuracies(replies, before["class_accuracy"], measured["class_accuracy"], self._totals()),
+            **private_public(replies),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
             "bytes_down": sum(e.get("bytes_down", 0) for e in replies),
+            **self._as_weights(replies),
             "seconds_training": training,
             "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
@@ -124,6 +135,13 @@ class Measuring:
         event["seconds"] = training + saving + event["seconds_measuring"]
         self.history.append(event)
         return event
+
+    def _as_weights(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """For methods that send none: what weights would have cost, once down and once up for each client."""
+        if "same_shapes" in self.prepared.settings.method.requires():
+            return {}
+        took_part = {e["client"] for e in replies if "steps" in e and e["client"] != SERVER}
+        return {"bytes_as_weights": 2 * sum(_bytes(self.prepared.world.initial(c)) for c in took_part)}
 
     def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Remember what a journal says, as if it had happened here."""
@@ -147,8 +165,10 @@ class Measuring:
     def _count_local(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Clients measure within their stage, so their seconds are in the stage's already."""
         spent = sum(e.get("seconds_measuring") or 0.0 for e in events)
-        if spent:
-            self.seconds["local"] = self.seconds.get("local", 0.0) + spent
+        own = sum(e.get("seconds_private_public") or 0.0 for e in events)
+        for name, seconds in (("local", spent - own), ("private_public", own)):
+            if seconds > 0:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _room(self) -> Room | None:
         sites = self.prepared.sites
@@ -182,3 +202,7 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
         raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+
+
+def _bytes(params: Tensors) -> int:
+    return sum(v.numel() * v.element_size() for v in params.values())

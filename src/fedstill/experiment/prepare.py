@@ -41,15 +41,16 @@ class Prepared:
 
     @property
     def measured(self) -> frozenset[int]:
-        """The rounds in which clients measure their own models: those of ``local``."""
-        asked = "local" in self.settings["measure"]
+        """The rounds in which clients measure their own models: those of ``local`` and ``private_public``."""
+        asked = {"local", "private_public"} & set(self.settings["measure"])
         return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
         kind = ENGINES.get(self.settings["engine"], SerialEngine)
-        threads, precision = self.settings.many_threads, self.settings["precision"]
-        return kind(self.world, self.sites, Memory(memory), threads, self.measured, precision)
+        said = self.settings
+        how = (said.many_threads, self.measured, said["precision"], said["measure"])
+        return kind(self.world, self.sites, Memory(memory), *how)
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:

@@ -25,12 +25,14 @@ class Published:
     """What a paper prints in a cell, in percent; None where it prints nothing.
 
     ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal holds.
+    ``clients``: a number for each client, by what is measured (``private``: a run's ``private_by_client``).
     """
 
     accuracy: float | None = None
     spread: float | None = None
     forgetting: float | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
+    clients: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -123,8 +123,8 @@ class Clerk:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
-        threads, precision = settings.many_threads, settings["precision"]
-        engine = SerialEngine(ready.world, ready.sites, memory, threads, ready.measured, precision)
+        how = (settings.many_threads, ready.measured, settings["precision"], settings["measure"])
+        engine = SerialEngine(ready.world, ready.sites, memory, *how)
         (reply,) = engine.run(work, stage, {client: request.down}, settings["seed"])
         if reply.failure:
             return Answer(client, stage.round, stage.index, failure=reply.failure)

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
+from fedstill.report.clients import clients
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
@@ -58,6 +59,7 @@ def page(compared: Sequence[Group]) -> str:
         sections.class_maps(compared, style),
         sections.split(compared),
         knowledge(compared, style),
+        clients(compared, style),
         personal(compared, style),
         weights(compared, style),
         units(compared, style),
