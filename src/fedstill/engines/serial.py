@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import Trained, train
@@ -16,8 +17,10 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import set_products
 from fedstill.errors import CorruptFile, FedstillError
+from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.wire.privacy import Privacy
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -61,6 +64,7 @@ class SerialEngine:
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
     float32 whatever the ``precision`` of training is.
     ``measures``: by what (``local``: on the common test set; ``private_public``: on held-out and public data).
+    ``privacy``: what is done to logits before they leave a client.
     """
 
     world: World
@@ -70,6 +74,7 @@ class SerialEngine:
     measured: frozenset[int] = frozenset()
     precision: str = "fp32"
     measures: tuple[str, ...] = ("local",)
+    privacy: Privacy = field(default_factory=Privacy)
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -122,6 +127,8 @@ class SerialEngine:
             params, ran = trained.params, trained.ran
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
         up, memory = work.end(params, carry, ran, view, self.world)
+        seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
+        up = self.privacy.protect(up, seed)
         self.memory.hold(view.client, memory)
         metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, begun.carry.params, params)

@@ -16,6 +16,7 @@ from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import Fields, checked, on_one_line, shown
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed
 from fedstill.records import Plan
+from fedstill.wire.privacy import Privacy
 
 TOP: Fields = {
     "seed": (Seed, 0),
@@ -64,6 +65,9 @@ FLOWER: Fields = {
     "max_mb": (Count, 1024),
 }
 """``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how long to wait for them."""
+
+PRIVACY: Fields = registry.Entry("privacy", "privacy", Privacy).fields
+"""``[privacy]``: what is done to logits before they leave a client; off as it is."""
 
 PLAN: Fields = registry.Entry("plan", "plan", Plan).fields
 """``[plan]`` for all stages, ``[plan.STAGE]`` for one; unset, the method's."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import FedstillError
+from fedstill.experiment.budget import Budget
 from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import measured_rounds, measures
@@ -37,6 +38,7 @@ class Measuring:
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings["measure"])
+        self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = measured_rounds(settings["rounds"], settings["measure_every"])
 
     def split(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ class Measuring:
             for r in refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
+        self.budget.mark(stage, events)
         self._replies += events
         self._count_local(events)
         yield from events
@@ -126,6 +129,7 @@ class Measuring:
             "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
             "bytes_down": sum(e.get("bytes_down", 0) for e in replies),
             **self._as_weights(replies),
+            **self.budget.told(),
             "seconds_training": training,
             "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
@@ -155,6 +159,7 @@ class Measuring:
             elif event["event"] == "client":
                 self._replies.append(dict(rest))
                 self._count_local([event])
+                self.budget.count([event])
             elif event["event"] == "measure":
                 self._count(event["measure"], event["seconds"])
 

@@ -49,7 +49,7 @@ class Prepared:
         """The engine of this run, with client memory in a folder, or in this process."""
         kind = ENGINES.get(self.settings["engine"], SerialEngine)
         said = self.settings
-        how = (said.many_threads, self.measured, said["precision"], said["measure"])
+        how = (said.many_threads, self.measured, said["precision"], said["measure"], said.privacy)
         return kind(self.world, self.sites, Memory(memory), *how)
 
 

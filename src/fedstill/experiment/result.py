@@ -51,8 +51,8 @@ class Result:
         return Result(accuracy, forgetting, history, model, folder, summary, measures)
 
 
-BY_CLIENT = ("private_by_client", "public_by_client", "server_public_accuracy")
-"""What a summary has of the last round where it was measured."""
+OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+"""What a summary has of the last round, where it is there."""
 
 
 def summary_of(
@@ -76,7 +76,7 @@ def summary_of(
         "best_accuracy": max(seen, default=None),
         "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,
         "forgetting": history[-1]["forgetting"],
-        **{k: history[-1][k] for k in BY_CLIENT if k in history[-1]},
+        **{k: history[-1][k] for k in OF_LAST if k in history[-1]},
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),

@@ -123,7 +123,7 @@ class Clerk:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
-        how = (settings.many_threads, ready.measured, settings["precision"], settings["measure"])
+        how = (settings.many_threads, ready.measured, settings["precision"], settings["measure"], settings.privacy)
         engine = SerialEngine(ready.world, ready.sites, memory, *how)
         (reply,) = engine.run(work, stage, {client: request.down}, settings["seed"])
         if reply.failure:
