@@ -70,6 +70,19 @@ def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
 
 
+def test_public_logits_takes_stages_before_and_after() -> None:
+    schedule = PublicLogits(sampled=2, first="pretrain", start="transfer", last="revisit")
+    everyone = tuple(range(20))
+    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
+    assert [s.name for s in first] == ["pretrain", "transfer", "teach_server", "distil"]
+    assert [s.name for s in middle] == ["local", "teach_server", "distil"]
+    assert [s.name for s in last] == ["local", "teach_server", "distil", "revisit"]
+    assert [s.index for s in last] == [0, 1, 2, 3]
+    assert [s.view for s in first] == ["public", "private", "public", "public"]
+    assert first[0].clients == first[1].clients == first[3].clients == last[3].clients == everyone
+    assert len(last[0].clients) == 2
+
+
 def test_public_logits_goes_to_the_server_and_back() -> None:
     local, server, distil = PublicLogits(sampled=3)(1, Small())
     assert (local.view, server.view, distil.view) == ("private", "public", "public")

@@ -32,6 +32,7 @@ class Method:
     ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts",
     "queries").
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise").
+    ``labelled``: the stages that read the labels of public data; in all others these are hidden, as -1.
     ``plans``: the paper's training settings by stage. ``personal``: the stages after which a client's own model is its
     answer; of several, the last in which it acted. Without one its answer is the predictor ``client N``, or the first.
     ``reusable``: the stages that leave no memory, and whose replies depend on nothing but the client's data, model,
@@ -43,6 +44,7 @@ class Method:
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
     permits: ClassVar[frozenset[str]] = frozenset()
+    labelled: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
     personal: ClassVar[frozenset[str]] = frozenset()
     reusable: ClassVar[frozenset[str]] = frozenset()

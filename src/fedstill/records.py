@@ -148,6 +148,10 @@ class World(Protocol):
     @property
     def rounds(self) -> int: ...
     @property
+    def public(self) -> int:
+        """How many public images there are."""
+
+    @property
     def seed(self) -> int: ...
     @property
     def plans(self) -> Mapping[str, Plan]: ...
@@ -211,9 +215,13 @@ class View:
         total = self.counts.sum().clamp(min=1)
         return self.counts.double() / total
 
-    def logits(self, params: Tensors, of: Literal["data", "public"] = "data") -> Tensor:
-        """Logits (n, C) of these parameters on the site's own or on the public data, in their order."""
-        return self.passes.logits(params, self._of(of)).cpu()
+    def logits(self, params: Tensors, of: Literal["data", "public"] = "data", only: Tensor | None = None) -> Tensor:
+        """Logits (n, C) of these parameters on the site's own or on the public data, in their order.
+
+        ``only``: positions, (n,) int64; all if it is left out.
+        """
+        examples = self._of(of)
+        return self.passes.logits(params, examples if only is None else examples.take(only)).cpu()
 
     def gradients(
         self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data"
@@ -240,12 +248,17 @@ Ends = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Carry:
-    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants."""
+    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants.
+
+    ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is left out. A step's
+    ``index`` counts among them.
+    """
 
     params: Tensors
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     trace: Tensors = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    only: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]

@@ -83,17 +83,31 @@ class Sequential(_Sampled):
 @register("topology", "public_logits")
 @dataclass(frozen=True)
 class PublicLogits(_Sampled):
-    """Clients train on their own data and send logits on public data, from which the server and then they learn."""
+    """Clients train on their own data and send logits on public data, from which the server and then they learn.
+
+    ``first``: a stage of this name stands before round 1's, for all clients, on public data. ``start``: what the stage
+    ``local`` is called in round 1, where it has a plan of its own; all clients act in that round. ``last``: a stage of
+    this name follows the last round's, for all clients, on their own data (all three: FedMD).
+    """
+
+    first: str = ""
+    start: str = ""
+    last: str = ""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        clients = tuple(sorted(self.drawn(round, world)))
-        return _numbered(
-            [
-                Stage(round, 0, "local", clients),
-                Stage(round, 0, "teach_server", (SERVER,), "public"),
-                Stage(round, 0, "distil", clients, "public"),
-            ]
-        )
+        everyone = tuple(range(world.clients))
+        starting = round == 1 and bool(self.start)
+        clients = everyone if starting else tuple(sorted(self.drawn(round, world)))
+        stages = [
+            Stage(round, 0, self.start if starting else "local", clients),
+            Stage(round, 0, "teach_server", (SERVER,), "public"),
+            Stage(round, 0, "distil", clients, "public"),
+        ]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, everyone, "public"))
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, everyone))
+        return _numbered(stages)
 
 
 @register("topology", "peer_to_peer")

@@ -46,6 +46,8 @@ TABLE: dict[str, Loss] = {
     "confidence_weights": lambda s, t, y: (
         losses.confidence_weights(several(t), y) * losses.multi_kd(s, several(t))
     ).sum(0),
+    "soft_cross_entropy": lambda s, t, y: losses.soft_cross_entropy(s, t.softmax(-1)),
+    "logit_error": lambda s, t, y: losses.logit_error(s, t),
     "model_contrast": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1)),
     "model_contrast, cold": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1), 0.01),
 }

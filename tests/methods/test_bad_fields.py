@@ -9,6 +9,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError
 from fedstill.experiment.settings import settle
 
+HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardised"]
 QKTS = ("qkt", "qkt_light", "qkt_light_volunteer", "qkt_light_server", "qkt_var_e")
 BELOW_ZERO = {
     "fedprox": ["mu"],
@@ -30,6 +31,9 @@ BELOW_ZERO = {
     "camkd": ["weight", "feature_weight"],
     "naive_kd": ["alpha"],
     **{key: ["alpha", "threshold", "frozen"] for key in QKTS},
+    **{name: ["decay", "subset"] for name in HIPER},
+    "dsfl": ["subset"],
+    "fedmd": ["subset"],
 }
 ZERO_TOO = {
     "fedntd": ["temperature"],
@@ -52,6 +56,8 @@ ZERO_TOO = {
     "camkd": ["temperature"],
     "naive_kd": ["temperature"],
     **{key: ["temperature", "query_weight", "samples"] for key in QKTS},
+    **{name: ["temperature", "low", "high"] for name in HIPER},
+    "dsfl": ["temperature"],
 }
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
@@ -67,6 +73,8 @@ TOO_MUCH = [
     ("sfedkd", "smoothing", 2.0),
     ("qkt", "threshold", 1.01),
     ("qkt", "frozen", 1.01),
+    ("hiper_fedkd", "low", 1.5),
+    ("hiper_fedkd", "high", 2),
 ]
 OTHER = [
     ("fedadkd", "tckd", "both"),
@@ -86,6 +94,8 @@ OTHER = [
     ("qkt", "head", "auto"),
     ("qkt_light", "phase1", "server"),
     ("qkt_light_server", "start", "own"),
+    ("hiper_fedkd", "personalised", "cosine"),
+    ("dsfl", "aggregation", "median"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
@@ -113,7 +123,8 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    made = settle(toys.toy({"name": method, field: 0.0}, **toys.suited(method))).method
+    zero = 0 if field == "subset" else 0.0
+    made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 
 

@@ -21,10 +21,16 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 
 
 def experiment(name: str) -> Experiment:
-    needs = registry.lookup("method", name).build().requires()
+    method = registry.lookup("method", name).build()
+    needs = method.requires()
     model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     if name == "cwc":  # its penalty is steep: importance grows as the way gets shorter
         model = {"plan": {"epochs": 4, "batch": 10, "lr": 0.03}}
+    if method.topology == "public_logits":
+        model = {
+            "clients": {"models": ("mlp", "logistic")},
+            "plan": {"epochs": 4, "batch": 10, "lr": 0.1, "optimiser": "sgd", "teach_server": {"epochs": 16}},
+        }
     return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class SimulatedSites:
     """All sites of a simulation over one training set.
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
+    Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
     ``own_test``: the test set of a real site, which stays there.
     ``plans`` say by stage what share of its own data a client holds out. ``queries``:
     what clients ask for. ``passes``: how a model is run over data.
@@ -35,6 +37,10 @@ class SimulatedSites:
     common_test: Examples | None = None
     own_test: Examples | None = None
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    labelled: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
@@ -47,17 +53,24 @@ class SimulatedSites:
     def view(self, client: int, stage: Stage) -> View:
         """What a client sees in a stage; the server sees the public set as its data."""
         spec = self.model(client)
-        passes = self.passes(spec)
+        passes, public = self.passes(spec), self._public(stage)
         if client == SERVER:
-            data = self.public or Examples(self.train.images[:0], self.train.labels[:0])
+            data = public or Examples(self.train.images[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)
-            return View(client, spec, data, counts, self.public, None, None, passes)
+            return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
         counts = self.counts(client)
         data, test = self.train.take(own), self.own_test
-        return View(client, spec, data, counts, self.public, validation, test, passes, query)
+        return View(client, spec, data, counts, public, validation, test, passes, query)
+
+    def _public(self, stage: Stage) -> Examples | None:
+        return self.public if stage.name in self.labelled else self._unlabelled
+
+    @cached_property
+    def _unlabelled(self) -> Examples | None:
+        return self.public and Examples(self.public.images, torch.full_like(self.public.labels, -1))
 
     def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
         part = self.parts[client]

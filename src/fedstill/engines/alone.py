@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ class Alone:
 
     def __init__(self, carry: Carry, view: View, how: How) -> None:
         self.view, self.how = view, how
-        self.examples = examples_of(view, how.stage)
+        (self.examples,) = chosen([carry], [view], how.stage)
         self.device = self.examples.images.device
         self.carry: Carry = replace(
             carry, teachers=moved(carry.teachers, self.device), constants=moved(carry.constants, self.device)
@@ -103,6 +103,21 @@ def outputs(teacher: Teacher, what: str, examples: Examples, spec: ModelSpec, ho
 def examples_of(view: View, stage: Stage) -> Examples:
     """What a site trains on in a stage."""
     return view.public if stage.view == "public" and view.public is not None else view.data
+
+
+def chosen(carries: Sequence[Carry], views: Sequence[View], stage: Stage) -> list[Examples]:
+    """What each site trains on of what it sees in a stage; one object where that is the same for all."""
+    each, first = [examples_of(v, stage) for v in views], carries[0].only
+    if first is not None and all(
+        e is each[0] and c.only is not None and torch.equal(c.only, first) for e, c in zip(each, carries, strict=True)
+    ):
+        return [each[0].take(first.to(each[0].labels.device))] * len(each)
+    return [e if c.only is None else e.take(c.only.to(e.labels.device)) for e, c in zip(each, carries, strict=True)]
+
+
+def scores_count(plan: Plan) -> bool:
+    """Whether a plan asks for a client's score after each epoch: to stop early, or to keep the best one."""
+    return plan.keep == "best" or (plan.validation > 0 and plan.patience > 0)
 
 
 def draw(client: int, how: How, purpose: str) -> torch.Generator:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.alone import Alone, How, own_copies
+from fedstill.engines.alone import Alone, How, own_copies, scores_count
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
@@ -78,10 +78,9 @@ class _Training:
 
     def run(self) -> list[Trained]:
         best, batch = _Best(self.plan), None
-        scored = self.plan.validation > 0 or self.plan.keep == "best"
         for batch in self.clients.batches():
             self.step(batch)
-            if scored and batch.ends and best.seen(self.work.score(self.params, self.clients.view), self.params):
+            if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
         split = [[own_copies(t) for t in self.clients.unstacked(tree)] for tree in (params, self.trace)]
@@ -168,6 +167,11 @@ class _Best:
     params: dict[str, Tensor] = field(default_factory=dict)
     stale: int = 0
     scores: list[float] = field(default_factory=list)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the plan does anything with a score: it is not computed for nothing."""
+        return scores_count(self.plan)
 
     def seen(self, score: float, params: Tensors) -> bool:
         """Take an epoch's score; True if training shall stop."""

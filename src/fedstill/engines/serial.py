@@ -20,9 +20,11 @@ from fedstill.engines.reuse import Kept, examples_digest, key_of
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.files import digest
 from fedstill.fitting import FIT
+from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
-from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.wire.codec import encode
+from fedstill.wire.privacy import Privacy
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -33,6 +35,10 @@ class Sites(Protocol):
 
     @property
     def inputs(self) -> Inputs: ...
+
+    @property
+    def public(self) -> Examples | None:
+        """The public set with its labels, which only measures may look at."""
 
     @property
     def common_test(self) -> Examples | None:
@@ -62,6 +68,8 @@ class SerialEngine:
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
     float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are evaluated in
     whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
+    ``measures``: by what (``local``: on the common test set; ``private_public``: on held-out and public data).
+    ``privacy``: what is done to logits before they leave a client.
     """
 
     world: World
@@ -71,6 +79,8 @@ class SerialEngine:
     measured: frozenset[int] = frozenset()
     precision: str = "fp32"
     kept: Kept | None = None
+    measures: tuple[str, ...] = ("local",)
+    privacy: Privacy = field(default_factory=Privacy)
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -107,9 +117,10 @@ class SerialEngine:
 
     def _key(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> str:
         """What a client's reply depends on."""
-        view, test = self.sites.view(client, stage), self.sites.common_test if self._due(stage) else None
+        view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
-        more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, examples_digest(test))
+        measured = (self.measures, examples_digest(test)) if self._due(stage) else ()
+        more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
@@ -138,29 +149,42 @@ class SerialEngine:
             metrics |= {"scores": list(trained.scores)} if trained.scores else {}
             metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
         up, memory = work.end(params, carry, ran, view, self.world)
+        seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
+        up = self.privacy.protect(up, seed)
         self.memory.hold(view.client, memory)
         metrics |= work.report(params, carry, view, self.world)
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, params)
+        metrics |= self._measure(stage, view, begun.carry.params, params)
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _due(self, stage: Stage) -> bool:
         return stage.round in self.measured or (stage.name == FIT and bool(self.measured))
 
-    def _measure(self, stage: Stage, view: View, params: Tensors) -> dict[str, object]:
+    def _measure(self, stage: Stage, view: View, start: Tensors, params: Tensors) -> dict[str, object]:
         if view.test is not None and len(view.test) and params:
             return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
-        test = self.sites.common_test
-        if not self._due(stage) or test is None or not params or view.client < 0:
+        if not self._due(stage) or not params:
             return {}
-        start = time.perf_counter()
-        right = self._right(view, params, test)
-        return {
-            "label_counts": view.counts.tolist(),
-            "correct_by_class": right.tolist(),
-            "seconds_measuring": time.perf_counter() - start,
-        }
+        began, found = time.perf_counter(), dict[str, object]()
+        test = self.sites.common_test
+        if "local" in self.measures and test is not None and view.client != SERVER:
+            found |= {
+                "label_counts": view.counts.tolist(),
+                "correct_by_class": self._right(view, params, test).tolist(),
+            }
+        if "private_public" in self.measures:
+            half = time.perf_counter()
+            models = {"before": start, "after": params} if stage.view == "public" else {"after": params}
+            for name, data in (("private", view.validation), ("public", self.sites.public)):
+                if data is not None and len(data) and bool((data.labels >= 0).all()):
+                    counts = torch.bincount(data.labels, minlength=self.world.classes).tolist()
+                    found[name] = {
+                        "counts": counts,
+                        **{k: self._right(view, m, data).tolist() for k, m in models.items()},
+                    }
+            found["seconds_private_public"] = time.perf_counter() - half
+        return {**found, "seconds_measuring": time.perf_counter() - began} if found else {}
 
     def _right(self, view: View, params: Tensors, test: Examples) -> Tensor:
         """How many examples of each class these parameters predict right: (C,)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.engines.alone import How, draw, epochs, examples_of, many_passes, moved, outputs
+from fedstill.engines.alone import How, chosen, draw, epochs, many_passes, moved, outputs
 from fedstill.engines.step import Batch
 from fedstill.keys import resident
 from fedstill.models import contract
@@ -25,7 +25,7 @@ class Stack:
 
     def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
         self.view, self.how, self.size = views[0], how, len(views)
-        each = [examples_of(v, how.stage) for v in views]
+        each = chosen(carries, views, how.stage)
         self.device = each[0].images.device
         parts, dims = _stacked([(c.params, c.teachers, c.trace, c.constants) for c in carries])
         self._carry, self._dims = moved(parts, self.device), dims
@@ -138,7 +138,9 @@ def _below(each: Sequence[Examples]) -> Examples:
 
 def structure(carry: Carry, view: View) -> Any:
     """What clients must share to be stacked: equal for two clients if their tensors fit on each other."""
-    return view.model, *(_structure(v) for v in (carry.params, carry.teachers, carry.trace, carry.constants))
+    return view.model, *(
+        _structure(v) for v in (carry.params, carry.teachers, carry.trace, carry.constants, carry.only)
+    )
 
 
 def _structure(value: Any) -> Any:

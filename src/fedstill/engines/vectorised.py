@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedstill.engines.alone import How, examples_of
+from fedstill.engines.alone import How, examples_of, scores_count
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
@@ -26,8 +26,8 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
     """Why clients of this model and plan cannot be stacked; empty if they can."""
     if contract.draws_random_numbers(spec):
         return f"model {spec} draws random numbers (dropout)"
-    if plan.validation > 0 or plan.keep == "best":
-        return "plan.validation is above 0, or plan.keep is best: each client would choose its last epoch by itself"
+    if scores_count(plan):
+        return "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, by itself"
     for layer in contract.module(spec).modules():
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
             return f"model {spec} normalises by statistics of the batch ({type(layer).__name__})"

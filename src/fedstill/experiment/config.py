@@ -16,6 +16,7 @@ from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.checking import Fields, checked, on_one_line, shown
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed
 from fedstill.records import Plan
+from fedstill.wire.privacy import Privacy
 
 TOP: Fields = {
     "seed": (Seed, 0),
@@ -39,15 +40,18 @@ DATA: Fields = {
     "train_size": (CountOrZero, 0),
     "test_size": (CountOrZero, 0),
     "public": (CountOrZero, 0),
+    "public_from": (str, "train"),
+    "public_labels": (bool, True),
+    "public_resize": (bool, False),
 }
-"""``[data]``: which set, how training images vary, how much of it (0 = all), stratified; ``public`` images apart."""
+"""``[data]``: which set, how training images vary, how much of it (0 = all), stratified; the public set."""
 
 CLIENTS: Fields = {
     "quorum": (PositiveShare, 0.5),
     "norm_limit": (Positive, 10.0),
-    "models": (tuple[str, ...], ()),
+    "models": (tuple[str | dict[str, Any], ...] | dict[str, Any], ()),
 }
-"""``[clients]``: when a stage counts, and architectures other than the server's, dealt out in turn."""
+"""``[clients]``: when a stage counts, and whose architectures are other than the server's."""
 
 FLOWER: Fields = {
     "federation": (str, ""),
@@ -76,6 +80,8 @@ QUERY: Fields = {
 A class can be asked for by a client with ``fewer_than`` examples of it; a "multi" query has ``least`` to ``most``
 classes; ``seed``, unset, is the run's.
 """
+PRIVACY: Fields = registry.Entry("privacy", "privacy", Privacy).fields
+"""``[privacy]``: what is done to logits before they leave a client; off as it is."""
 
 PLAN: Fields = registry.Entry("plan", "plan", Plan).fields
 """``[plan]`` for all stages, ``[plan.STAGE]`` for one; unset, the method's."""

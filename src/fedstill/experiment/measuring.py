@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import FedstillError
+from fedstill.experiment.budget import Budget
 from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import measured_rounds, measures
@@ -20,7 +21,8 @@ from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
 from fedstill.metrics.local import local_accuracies
-from fedstill.records import Payload, Reply, Stage
+from fedstill.metrics.private_public import private_public
+from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
 
@@ -40,6 +42,7 @@ class Measuring:
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings["measure"])
+        self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = measured_rounds(settings["rounds"], settings["measure_every"])
 
     def split(self) -> dict[str, Any]:
@@ -48,7 +51,15 @@ class Measuring:
         counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
         asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
         told = {"queries": asked, "test_counts": self._totals()} if asked else {}
-        return {"classes": list(data.classes), "label_counts": counts, **told}
+        return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
+
+    def _networks(self) -> dict[str, Any]:
+        """Who has which network, where they differ."""
+        world = self.prepared.world
+        everyone = range(world.clients)
+        if len({world.model(c) for c in everyone}) < 2:
+            return {}
+        return {"models": [str(world.model(c)) for c in everyone]}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
@@ -81,6 +92,7 @@ class Measuring:
             for r in refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
+        self.budget.mark(stage, events)
         self._note(events)
         yield from events
 
@@ -119,10 +131,13 @@ class Measuring:
             "consistency": consistency(before["class_accuracy"], measured["class_accuracy"]),
             **local_accuracies(replies, before["class_accuracy"], measured["class_accuracy"], self._totals()),
             **self._answers(replies, measured),
+            **private_public(replies),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
             "bytes_down": sum(e.get("bytes_down", 0) for e in replies),
+            **self._as_weights(replies),
+            **self.budget.told(),
             "seconds_training": training,
             "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
@@ -132,6 +147,13 @@ class Measuring:
         event["seconds"] = training + saving + event["seconds_measuring"]
         self.history.append(event)
         return event
+
+    def _as_weights(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """For methods that send none: what weights would have cost, once down and once up for each client."""
+        if "same_shapes" in self.prepared.settings.method.requires():
+            return {}
+        took_part = {e["client"] for e in replies if "steps" in e and e["client"] != SERVER}
+        return {"bytes_as_weights": 2 * sum(_bytes(self.prepared.world.initial(c)) for c in took_part)}
 
     def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Remember what a journal says, as if it had happened here."""
@@ -144,6 +166,7 @@ class Measuring:
                 self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
                 self._note([dict(rest)])
+                self.budget.count([event])
             elif event["event"] == "measure":
                 self._count(event["measure"], event["seconds"])
 
@@ -154,8 +177,10 @@ class Measuring:
     def _count_local(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Clients measure within their stage, so their seconds are in the stage's already."""
         spent = sum(e.get("seconds_measuring") or 0.0 for e in events)
-        if spent:
-            self.seconds["local"] = self.seconds.get("local", 0.0) + spent
+        own = sum(e.get("seconds_private_public") or 0.0 for e in events)
+        for name, seconds in (("local", spent - own), ("private_public", own)):
+            if seconds > 0:
+                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _room(self) -> Room | None:
         sites = self.prepared.sites
@@ -205,3 +230,7 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
         raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+
+
+def _bytes(params: Tensors) -> int:
+    return sum(v.numel() * v.element_size() for v in params.values())

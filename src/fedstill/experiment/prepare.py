@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill import registry
 from fedstill.data import queries
 from fedstill.data.cache_folder import cache_folder
 from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
-from fedstill.data.partition import cached, public_split
+from fedstill.data.partition import cached
 from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
@@ -24,9 +23,11 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reuse import Kept
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
+from fedstill.experiment.architectures import assigned
 from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.engine import ENGINES, resolved
 from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
+from fedstill.experiment.public_data import set_apart
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.world import Federation
 from fedstill.fitting import FIT
@@ -46,8 +47,8 @@ class Prepared:
 
     @property
     def measured(self) -> frozenset[int]:
-        """The rounds in which clients measure their own models: those of ``local``."""
-        asked = "local" in self.settings["measure"]
+        """The rounds in which clients measure their own models: those of ``local`` and ``private_public``."""
+        asked = {"local", "private_public"} & set(self.settings["measure"])
         return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
     @property
@@ -60,8 +61,18 @@ class Prepared:
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
         kind = ENGINES.get(self.settings["engine"], SerialEngine)
-        threads, precision = self.settings.many_threads, self.settings["precision"]
-        return kind(self.world, self.sites, Memory(memory), threads, self.measured, precision, self.kept)
+        said = self.settings
+        return kind(
+            self.world,
+            self.sites,
+            Memory(memory),
+            said.many_threads,
+            self.measured,
+            said["precision"],
+            kept=self.kept,
+            measures=said["measure"],
+            privacy=said.privacy,
+        )
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
@@ -70,11 +81,12 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     dataset = dataset or read(settings)
-    train, public = _set_public_apart(settings, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
+    train, public = set_apart(settings, dataset, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")
     classes = len(dataset.classes)
     parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
-    world = world_of(settings, tuple(dataset.train.images.shape[1:]), classes)
+    shape = tuple(dataset.train.images.shape[1:])
+    world = world_of(settings, shape, classes, len(public) if public else 0)
     world = replace(world, queries=asked(settings, label_counts(train.labels, parts, classes)))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
@@ -89,6 +101,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         public=public and public.to(settings["device"]),
         common_test=test.to(settings["device"]) if len(test) else None,
         queries=world.queries,
+        labelled=settings.method.labelled,
     )
     _check_fit(Prepared(settings, dataset, world, sites))
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
@@ -177,28 +190,17 @@ def _smaller(examples: Examples, size: int, key: str) -> Examples:
     return examples.take(keep)
 
 
-def _set_public_apart(settings: Settings, train: Examples) -> tuple[Examples, Examples | None]:
-    size, own = settings["data"]["public"], settings["partition"].get("seed")
-    if size == 0:
-        return train, None
-    if size >= len(train):
-        raise ConfigError(f"data.public = {size} leaves nothing of {len(train)} training examples")
-    pool, public = public_split(len(train), size, settings["seed"] if own is None else own)
-    return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
-
-
-def world_of(settings: Settings, shape: tuple[int, ...], classes: int) -> Federation:
-    """What every side may know, given the shape of an image (channels, height, width) and the number of classes."""
+def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int) -> Federation:
+    """What every side may know, given an image's shape (channels, height, width), the classes and the public images."""
     if len(shape) != 3:
         raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
     values = dict(settings["model"])
     server = contract.spec_for(values.pop("name"), shape, classes, values)
-    others = []
-    for name in settings["clients"]["models"]:
-        defaults = {k: d for k, (_, d) in registry.lookup("model", name).fields.items() if d is not ...}
-        others.append(contract.spec_for(name, shape, classes, defaults))
+    networks = assigned(settings["clients"]["models"], settings.clients)
+    others = [contract.spec_for(n[0], shape, classes, n[1]) if n else server for n in networks]
     plans = settings.plans
-    return Federation(settings.clients, classes, settings["rounds"], settings["seed"], plans, server, tuple(others))
+    numbers = (settings.clients, classes, settings["rounds"], settings["seed"])
+    return Federation(*numbers, plans, server, tuple(others), public=public)
 
 
 ASKED_OF_MODELS = {
@@ -244,6 +246,16 @@ def _check_fit(prepared: Prepared) -> None:
     tested = prepared.sites.common_test is not None
     setting = Setting(method, name, schedule, world, simulated=not on_sites(settings), tested=tested)
     check_fit(measures(settings["measure"]), setting)
+    _check_public_labels(prepared, {s.name for s in schedule})
+
+
+def _check_public_labels(prepared: Prepared, stages: set[str]) -> None:
+    public, reading = prepared.sites.public, sorted(stages & prepared.settings.method.labelled)
+    if public is not None and reading and bool((public.labels < 0).any()):
+        raise IncompatibleMethod(
+            f"stage {reading[0]!r} of method {prepared.settings['method']['name']} reads the labels of public images, "
+            'and these have none; leave it out with topology.first = ""'
+        )
 
 
 def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:

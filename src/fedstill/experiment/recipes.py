@@ -27,10 +27,12 @@ class Published:
     """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread`` that of the first.
 
     ``measured``: numbers of measures, as they are, by ``measure/key/key`` of what the journal holds.
+    ``clients``: a number for each client, by what is measured (``private``: a run's ``private_by_client``).
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    clients: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

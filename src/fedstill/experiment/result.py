@@ -55,6 +55,10 @@ class Result:
         return Result(accuracy, forgetting, history, model, folder, summary, measures)
 
 
+OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+"""What a summary has of the last round, where it is there."""
+
+
 def summary_of(
     settings: Settings, history: Sequence[Mapping[str, Any]], measures: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
@@ -76,7 +80,7 @@ def summary_of(
         "best_accuracy": max(seen, default=None),
         "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,
         "forgetting": history[-1]["forgetting"],
-        **{k: history[-1][k] for k in QUERIED if k in history[-1]},
+        **{k: history[-1][k] for k in (*QUERIED, *OF_LAST) if k in history[-1]},
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),

@@ -19,6 +19,7 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment import journal as journals
+from fedstill.experiment.architectures import words
 from fedstill.experiment.carried import engine_of
 from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
@@ -258,7 +259,7 @@ class _Driver:
     def _sources(self) -> dict[str, str]:
         tree = self.settings.tree
         names = [tree["method"]["name"], tree["model"]["name"], tree["partition"]["kind"], tree["topology"]["kind"]]
-        names += [*tree["clients"]["models"], *tree["measure"]]
+        names += [tree["data"]["public_from"], *words(tree["clients"]["models"]), *tree["measure"]]
         paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
         return {p: digest(Path(p).read_bytes()) for p in paths}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,28 @@ import torch
 
 from fedstill import registry
 from fedstill.engines.precision import check_precision
-from fedstill.errors import ConfigError, UnknownName
+from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
+from fedstill.experiment.architectures import checked_models
 from fedstill.experiment.checking import checked, on_one_line, shown
-from fedstill.experiment.config import CLIENTS, DATA, FLOWER, NAMED, QUERY, TOP, Experiment, fields_of, plan_for
+from fedstill.experiment.config import (
+    CLIENTS,
+    DATA,
+    FLOWER,
+    NAMED,
+    PRIVACY,
+    QUERY,
+    TOP,
+    Experiment,
+    fields_of,
+    plan_for,
+)
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count
 from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.topology import Topology
+from fedstill.wire.privacy import Privacy
 from fedstill.wire.screen import Rules
 
 DEFAULT_CLIENTS = 20
@@ -37,6 +50,7 @@ class Settings:
     plans: Mapping[str, Plan]
     rules: Rules
     clients: int
+    privacy: Privacy = field(default_factory=Privacy)
 
     def __getitem__(self, key: str) -> Any:
         return self.tree[key]
@@ -63,13 +77,16 @@ def settle(experiment: Experiment) -> Settings:
     measures(top["measure"])
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
+    if data["public_from"] not in ("train", "noise"):
+        data["public_from"] = _data_name(data["public_from"], experiment.base)
     data["folder"] = str(_place(data["folder"], experiment.base, "data.folder")) if data["folder"] else ""
     rules = checked(CLIENTS, experiment.table("clients"), "clients")
-    rules["models"] = tuple(_resolved_name("model", n, experiment.base) for n in rules["models"])
-    if experiment.table("privacy"):
-        raise UnknownName("key", "privacy." + next(iter(experiment.table("privacy"))), [], "config")
+    privacy = Privacy(**checked(PRIVACY, experiment.table("privacy"), "privacy"))
     method, method_values = _thing(experiment, "method", {})
     clients = _clients(experiment)
+    rules["models"] = checked_models(
+        rules["models"], clients, experiment.base, lambda name: _resolved_name("model", name, experiment.base)
+    )
     default = {"topology": method.topology, "model": "digits_cnn" if data["name"] == "digits" else "cnn"}
     topology, topology_values = _thing(experiment, "topology", default, {method.topology: method.schedule})
     model_values = _values(experiment, "model", default)
@@ -85,12 +102,18 @@ def settle(experiment: Experiment) -> Settings:
         "model": model_values,
         "method": method_values,
         "clients": rules,
+        "privacy": {f.name: getattr(privacy, f.name) for f in fields(privacy)},
         **({"flower": flower} if top["engine"] == "flower" else {}),
         "query": _query(experiment.table("query")),
         "plan": {name: {f.name: getattr(p, f.name) for f in fields(p)} for name, p in plans.items()},
     }
+    if privacy.on and "noisy_logits" not in method.permits:
+        raise IncompatibleMethod(
+            f"[privacy] protects logits that clients upload, and method {method_values['name']} uploads none; "
+            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
+        )
     limits = Rules(rules["quorum"], rules["norm_limit"])
-    return Settings(tree, experiment.origins, method, topology, plans, limits, clients)
+    return Settings(tree, experiment.origins, method, topology, plans, limits, clients, privacy)
 
 
 def as_experiment(settings: Settings) -> Experiment:

@@ -21,6 +21,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, Refused
+from fedstill.experiment.architectures import words
 from fedstill.experiment.checking import Fields, checked, on_one_line
 from fedstill.experiment.config import NAMED, as_toml, from_tree
 from fedstill.experiment.facts import Facts, labels_of, public_of
@@ -122,8 +123,9 @@ class Clerk:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
-        threads, precision = settings.many_threads, settings["precision"]
-        engine = SerialEngine(ready.world, ready.sites, memory, threads, ready.measured, precision)
+        how = (settings.many_threads, ready.measured, settings["precision"])
+        more = {"measures": settings["measure"], "privacy": settings.privacy}
+        engine = SerialEngine(ready.world, ready.sites, memory, *how, **more)
         (reply,) = engine.run(work, stage, {client: request.down}, settings["seed"])
         if reply.failure:
             return Answer(client, stage.round, stage.index, failure=reply.failure)
@@ -191,7 +193,8 @@ class Clerk:
         public = public_of(load(self.site.public).train, facts) if self.site.public else None
         if public is None and "public_data" in settings.method.requires():
             raise Refused("the method needs the public set: set public in this site's site.toml")
-        world, inputs = world_of(settings, facts.shape, len(facts.classes)), facts.inputs(settings)
+        world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
+        inputs = facts.inputs(settings)
         device = settings["device"]
         sites = SimulatedSites(
             train=train.to(device),
@@ -203,6 +206,7 @@ class Clerk:
             plans=dict(settings.plans),
             seed=settings["seed"],
             public=public and public.to(device),
+            labelled=settings.method.labelled,
             own_test=test.to(device),
         )
         return Ready(settings, world, sites, frozenset())
@@ -214,7 +218,7 @@ def code_in(tree: Mapping[str, Any]) -> list[str]:
     models = tree.get("clients", {}).get("models", []) if isinstance(tree.get("clients"), Mapping) else []
     measures = tree.get("measure", [])
     named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
-    named += [_text(tree, "data", "name"), *(str(m) for m in models)]
+    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
     return sorted({n for n in named if ":" in n or n.endswith(".py")})
 
 

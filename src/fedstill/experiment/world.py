@@ -15,6 +15,7 @@ class Federation:
     """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
+    ``public``: how many public images there are.
     """
 
     clients: int
@@ -25,6 +26,7 @@ class Federation:
     server_model: ModelSpec
     client_models: tuple[ModelSpec, ...] = ()
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    public: int = 0
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     def model(self, client: int) -> ModelSpec:

@@ -7,7 +7,15 @@ under ``torch.func.vmap``, keep the student's dtype, and leave it to the caller 
 from fedstill.losses.classification import cross_entropy
 from fedstill.losses.contrastive import model_contrast
 from fedstill.losses.decoupled import nckd, nckd_slice, nckd_zero, target_kl, tckd
-from fedstill.losses.distillation import kd, masked_ce, masked_kl, other_mse, standardize
+from fedstill.losses.distillation import (
+    kd,
+    logit_error,
+    masked_ce,
+    masked_kl,
+    other_mse,
+    soft_cross_entropy,
+    standardize,
+)
 from fedstill.losses.multi_teacher import confidence_weights, entropy_weights, multi_kd, multi_nckd, multi_tckd
 from fedstill.losses.penalties import proximal, quadratic
 
@@ -16,6 +24,7 @@ __all__ = [
     "cross_entropy",
     "entropy_weights",
     "kd",
+    "logit_error",
     "masked_ce",
     "masked_kl",
     "model_contrast",
@@ -28,6 +37,7 @@ __all__ = [
     "other_mse",
     "proximal",
     "quadratic",
+    "soft_cross_entropy",
     "standardize",
     "target_kl",
     "tckd",

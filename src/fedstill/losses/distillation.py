@@ -62,6 +62,33 @@ def masked_ce(student: Tensor, teacher: Tensor, mask: Tensor, temperature: float
     return -(temperature**2) * (mask.to(student.dtype) * p * q).sum(-1)
 
 
+def soft_cross_entropy(student: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with soft labels, one value per example: ``-sum_c p_c log softmax(student)_c``.
+
+    student: (B, C) float logits; target: (B, C) probabilities p. Gives (B,) of the student's dtype, in nats, >= 0. Its
+    gradient is that of the divergence from p, which differs by p's own entropy.
+
+    Source: DS-FL, its distillation step.
+
+    >>> soft_cross_entropy(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    tensor([0.6931])
+    """
+    return -(target.to(student.dtype) * torch.log_softmax(student, dim=-1)).sum(-1)
+
+
+def logit_error(student: Tensor, teacher: Tensor) -> Tensor:
+    """The mean over classes of the absolute difference of logits, one value per example.
+
+    student, teacher: (B, C) float logits. Gives (B,) of the student's dtype, >= 0.
+
+    Source: FedMD's code, which digests the consensus by it.
+
+    >>> logit_error(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 0.0]]))
+    tensor([1.5000])
+    """
+    return (student - teacher.to(student.dtype)).abs().mean(-1)
+
+
 def standardize(logits: Tensor, eps: float = 1e-6) -> Tensor:
     """Z-scores of each example's logits across its classes: ``(z - mean) / (std + eps)``, with the unbiased std.
 

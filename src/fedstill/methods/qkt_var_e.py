@@ -25,6 +25,7 @@ class QKTVarE(QKT):
     """QKT in which a validation set tells each client when to end each phase."""
 
     needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data"}
+    labelled: ClassVar[frozenset[str]] = frozenset({TRANSFER, REFINE})
     plans: ClassVar[Mapping[str, Plan]] = {
         FIT: FITTING,
         TRANSFER: replace(QKT.plans[TRANSFER], keep="best"),

@@ -22,6 +22,7 @@ ROUND = (
     "seconds_measuring",
     "bytes_up",
     "bytes_down",
+    "bytes_as_weights",
 )
 """What is read of a round; each a number, or null."""
 
@@ -43,6 +44,7 @@ def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], cli
         if "accuracy" not in event:
             raise CorruptFile(f"{path}: round {number} has no accuracy")
         _check_measures(path, event, f"round {number}", classes)
+        _check_by_client(path, event, f"round {number}")
         before = number
     for event in clients:
         _check_numbers(path, event, f"an event of client {event.get('client')!r}", CLIENT)
@@ -71,6 +73,14 @@ def _check_measures(path: Path, event: Event, where: str, classes: int) -> None:
     if by_class is not None and not _are_numbers(by_class, classes):
         raise CorruptFile(f"{path}: {where} does not hold the accuracy of {classes} classes")
     _check_numbers(path, event, where, ROUND)
+
+
+def _check_by_client(path: Path, event: Event, where: str) -> None:
+    for key in (k for k in event if k.endswith("_by_client")):
+        found = event[key]
+        ids = isinstance(found, dict) and all(str(c).isdecimal() for c in found)
+        if not ids or not all(_is_number(v) and v is not None for v in found.values()):
+            raise CorruptFile(f"{path}: {where} has {key} that is not a number for each client")
 
 
 def _check_numbers(path: Path, event: Event, where: str, keys: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from fedstill.files import as_named, write_whole
 from fedstill.report import sections
 from fedstill.report.asked import asked, probed
 from fedstill.report.chain import chain
+from fedstill.report.clients import clients
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
@@ -63,6 +64,7 @@ def page(compared: Sequence[Group]) -> str:
         sections.split(compared),
         probed(compared),
         knowledge(compared, style),
+        clients(compared, style),
         personal(compared, style),
         weights(compared, style),
         units(compared, style),

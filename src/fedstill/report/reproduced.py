@@ -36,11 +36,17 @@ def tables(
         yield Text(f"REDUCED OR CHANGED against the paper: {said}. Levels cannot be compared, differences perhaps.")
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
-        rows = [r for r, c in cells if c == column]
-        yield table(_head(recipe), _rows(recipe, column, rows, _found(runs)))
+        rows, found = [r for r, c in cells if c == column], _found(runs)
+        yield table(_head(recipe), _rows(recipe, column, rows, found))
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
+        by_client = list(_by_client(recipe, column, rows, found))
+        if by_client:
+            yield Text("\nby client, ours (paper's) [%]")
+            count = max(len(line) for line in by_client) - 2
+            lines = [line + [NONE] * (count + 2 - len(line)) for line in by_client]
+            yield table(("", "", *(f"client {c}" for c in range(count))), lines, words=2)
 
 
 def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
@@ -96,6 +102,18 @@ def _rows(
 
 def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
     return _said(spread([s[measure] for s in runs if s.get(measure) is not None]))
+
+
+def _by_client(
+    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[list[str]]:
+    """A line for each row and measure of which the paper prints a number for each client."""
+    for row in rows:
+        ours = found.get(f"{row} | {column}", [])
+        for kind, printed in recipe.published.get((row, column), Published()).clients.items():
+            each = [s.get(f"{kind}_by_client", {}) for s in ours]
+            means = [_said(spread([e[str(c)] for e in each if str(c) in e])) for c in range(len(printed))]
+            yield [row, kind, *(f"{m} ({p:.1f})" for m, p in zip(means, printed, strict=True))]
 
 
 def _said(value: Spread | None) -> str:

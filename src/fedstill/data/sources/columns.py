@@ -98,7 +98,7 @@ def _stack(
     """(B, C, H, W) of encoded images, each as the first one of the split."""
     pixels = []
     for k, cell in enumerate(cells, start):
-        own = _pixels(what, cell, k, size)
+        own = pixels_of(what, cell, k, size)
         first = own if first is None else first
         if own.shape != first.shape:
             raise DataError(
@@ -109,7 +109,8 @@ def _stack(
     return np.stack(pixels)
 
 
-def _pixels(what: str, cell: Any, k: int, size: int | None) -> NDArray[np.uint8]:
+def pixels_of(what: str, cell: Any, k: int, size: int | None) -> NDArray[np.uint8]:
+    """One encoded image as (C, H, W); DataError naming it if it cannot be decoded."""
     if cell is None:
         raise DataError(f"{what}: example {k} has no image; leave it out")
     try:

@@ -1,0 +1,80 @@
+"""FedMD: networks of any kind agree on public images: each moves its logits towards the mean, then revisits its data.
+
+Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillation" (2019), Algorithm 1, with its code.
+Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own data, once; then, a
+round, the consensus and its digest (``distil``), and the revisit of the own data, which is the next round's ``local``,
+and after the last round ``revisit``. Only ``pretrain`` reads public labels; ``topology.first = ""`` leaves it out.
+Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the most its code allows.
+Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by absolute error.
+Reading: the consensus is of ``subset`` public images, drawn anew each round (5,000 in the code); 0, as it is: of all.
+Reading: FedMD has no model on the server. Ours learns from the consensus as a client does, so that there is one to
+measure; it teaches nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedstill.losses import logit_error
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, Local, PublicLogits, own_model
+from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+PRETRAIN, TRANSFER, REVISIT = "pretrain", "transfer", "revisit"
+ALONE = (PRETRAIN, REVISIT)
+"""The stages in which a client sends nothing."""
+
+DIGEST = Plan(epochs=1, batch=256, optimiser="adam", lr=0.001)
+OWN = Plan(epochs=4, batch=5, optimiser="adam", lr=0.001)
+
+
+@method("fedmd")
+@dataclass(frozen=True)
+class FedMD(PublicLogits):
+    """Learn from the mean of the clients' logits on public images, after pre-training on these with their labels."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"first": PRETRAIN, "start": TRANSFER, "last": REVISIT}
+    stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL, PRETRAIN, TRANSFER, REVISIT})
+    labelled: ClassVar[frozenset[str]] = frozenset({PRETRAIN})
+    plans: ClassVar[Mapping[str, Plan]] = {
+        PRETRAIN: Plan(epochs=20, batch=128, optimiser="adam", lr=0.001),
+        TRANSFER: Plan(epochs=25, batch=32, optimiser="adam", lr=0.001),
+        LOCAL: OWN,
+        TEACH: DIGEST,
+        DISTIL: DIGEST,
+        REVISIT: OWN,
+    }
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Alone(self) if stage.name in ALONE else super().work(stage)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return NOTHING if stage.name in ALONE else super().expects(client, stage, world)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        return NOTHING if stage.name in ALONE else super().down(state, client, stage, world)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state if stage.name in ALONE else super().fold(state, replies, stage, world)
+
+    def answers(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def distance(self, logits: Tensor, target: Tensor) -> Tensor:
+        return logit_error(logits, target)
+
+
+@dataclass(frozen=True)
+class Alone(Local):
+    """A client trains its own model with labels, and keeps it: on public images first, on its own last."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(own_model(memory, view, world), constants={"temperature": 1.0})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return NOTHING, Payload(params=params)

@@ -1,0 +1,131 @@
+"""What methods share whose clients send logits on public images, not weights: each may have another network.
+
+A round: every client trains its own model on its own data and sends what it says of the public images; the server takes
+the mean of what came; the server, and then every client, learns from that mean on the public images. The server distils
+by the same work as a client: it is the client whose data are the public set. A client's model never leaves its memory.
+
+A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like everybody.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import BadPayload
+from fedstill.fields import CountOrZero
+from fedstill.keys import generator, seed_for
+from fedstill.losses import cross_entropy
+from fedstill.method import Method
+from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.work import ClientWork
+
+LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
+
+
+@dataclass(frozen=True)
+class PublicLogits(Method):
+    """The server's half that all of them share; what is sent, what is made of it and how it is learned, they say."""
+
+    topology: ClassVar[str] = "public_logits"
+    stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
+    needs: ClassVar[frozenset[str]] = frozenset({"public_data"})
+    permits: ClassVar[frozenset[str]] = frozenset({"noisy_logits"})
+
+    subset: CountOrZero = 0
+    """Public images of a round, drawn anew for each; 0, or more than there are: all."""
+
+    @abstractmethod
+    def answers(self, logits: Tensor) -> Tensor:
+        """What a client sends of its logits (P, C) on the public images: (P, C)."""
+
+    def consensus(self, mean: Tensor) -> Tensor:
+        """What everybody shall learn, (P, C), from the mean of what clients sent."""
+        return mean
+
+    @abstractmethod
+    def distance(self, logits: Tensor, target: Tensor) -> Tensor:
+        """How far a learner's logits (B, C) are from the consensus on these images: (B,)."""
+
+    def temperature_of(self, state: State, client: int) -> float:
+        """The temperature of a client's cross-entropy."""
+        return 1.0
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        if not 0 < self.subset < world.public:
+            return state
+        draw = generator(seed_for(world.seed, state.round, 0, SERVER, "public subset"))
+        return state.next(subset=torch.randperm(world.public, generator=draw)[: self.subset].sort().values)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        which = {"subset": state.extra["subset"]} if "subset" in state.extra else {}
+        if stage.name in (TEACH, DISTIL):
+            model = {"params": state.params} if client == SERVER else {}
+            return Payload({**which, **model, "target": state.extra.get("target", self._blank(world))})
+        return Payload({**which, "temperature": self.temperature_of(state, client)})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Distil(self) if stage.name in (TEACH, DISTIL) else Local(self)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name in (TEACH, DISTIL):
+            return Payload(params=world.initial(SERVER)) if client == SERVER else NOTHING
+        return Payload(logits=self._blank(world))
+
+    def _blank(self, world: World) -> Tensor:
+        """As large as the answers of one client, for those who look at a round before it runs."""
+        return torch.zeros(min(self.subset or world.public, world.public), world.classes)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == TEACH:
+            return state.next(params=replies[0].up.params)
+        if stage.name == DISTIL:
+            return state.without("target", "subset")
+        return state.next(target=self.consensus(torch.stack([r.up.tensor("logits") for r in replies]).mean(0)))
+
+
+def own_model(memory: Payload, view: View, world: World) -> Tensors:
+    """A client's model as it remembers it; at first the initial one of its architecture."""
+    return memory.params if "params" in memory else world.initial(view.client)
+
+
+@dataclass(frozen=True)
+class Local(ClientWork):
+    """A client trains its own model on its own data, and says what it thinks of the public images."""
+
+    method: PublicLogits
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        if len(view.data) == 0:
+            raise BadPayload(f"client {view.client} has no examples of any class: it has nothing to say")
+        constants = {"temperature": down.number("temperature"), "subset": down.get("subset")}
+        return Carry(own_model(memory, view, world), constants=constants)
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        return {"ce": cross_entropy(step.logits(), step.y, carry["temperature"])}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        logits = view.logits(params, "public", carry["subset"])
+        return Payload(logits=self.method.answers(logits)), Payload(params=params)
+
+
+@dataclass(frozen=True)
+class Distil(ClientWork):
+    """The server or a client learns from the consensus; no label is read."""
+
+    method: PublicLogits
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        start = down.params if view.client == SERVER else own_model(memory, view, world)
+        return Carry(start, constants={"target": down.tensor("target")}, only=down.get("subset"))
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        return {"distil": self.method.distance(step.logits(), carry["target"][step.index])}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return (Payload(params=params), NOTHING) if view.client == SERVER else (NOTHING, Payload(params=params))

@@ -1,0 +1,117 @@
+"""Privacy of uploaded logits: every image's are clipped, noise is added, and what that is worth is accounted.
+
+What is protected: a client's whole data. Two data sets of one client are neighbours if they differ in any way, so the
+guarantee holds for a client, and all the more for one example. What its training changes in an upload is the matrix of
+logits on public images, (P, C), whose rows have norm at most ``clip``; whatever the data, two such matrices are at most
+``2 clip sqrt(P)`` apart. With noise of standard deviation ``noise * clip`` on every number, one upload is a Gaussian
+mechanism of multiplier ``noise / (2 sqrt(P))``, and k uploads are one of that over ``sqrt(k)``. The server need not be
+trusted with the logits: noise is added where the client is. Nothing is gained by a smaller neighbourhood: training does
+not bound what one example can change.
+
+What is not: label counts (a census), numbers of examples, whether a client answers at all, and what a simulation
+measures; all that goes up as it is. And an epsilon is worth its value only while the run's seed is secret, for the
+noise is drawn by key from it. Rounding in floating point is not accounted for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from annotated_types import Interval
+from scipy.special import log_ndtr
+from torch import Tensor
+
+from fedstill.errors import ConfigError
+from fedstill.fields import NonNegative, check_ranges
+from fedstill.keys import generator
+from fedstill.records import Payload
+
+GROUP = "logits"
+"""The group of an upload that is protected."""
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """How logits are protected before they leave a client; off if ``clip`` is 0.
+
+    ``clip``: the most that the norm of one image's logits may be. ``noise``: standard deviation on each number, in
+    units of ``clip``. ``delta``: at which epsilon is told.
+    """
+
+    clip: NonNegative = 0.0
+    noise: NonNegative = 0.0
+    delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        if self.noise > 0 and not self.clip > 0:
+            raise ConfigError(f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the clipping")
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is done."""
+        return self.clip > 0
+
+    def protect(self, up: Payload, seed: int) -> Payload:
+        """An upload with its logits clipped and noised by draws from the seed; one without logits as it is."""
+        if not self.on or GROUP not in up:
+            return up
+        logits = up.tensor(GROUP)
+        clipped = clip_rows(logits, self.clip)
+        drawn = torch.randn(logits.shape, generator=generator(seed), dtype=torch.float64)
+        noised = clipped.double() + self.noise * self.clip * drawn
+        return Payload(up, **{GROUP: noised.to(logits.dtype)})
+
+    def epsilon(self, rows: int, uploads: int) -> float | None:
+        """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing bounds it."""
+        if uploads == 0 or rows == 0:
+            return 0.0
+        if self.noise == 0:
+            return None
+        multiplier = self.noise / (2 * math.sqrt(rows))
+        return gaussian_epsilon(multiplier / math.sqrt(uploads), self.delta)
+
+
+def gaussian_epsilon(multiplier: float, delta: float) -> float:
+    """The least epsilon of the Gaussian mechanism at a delta in (0, 1), exact up to rounding.
+
+    multiplier: standard deviation over sensitivity, > 0. Several adaptive uploads of multipliers m_i are one of
+    ``1 / sqrt(sum 1 / m_i^2)``. Solves ``Phi(r/2 - e/r) - exp(e) Phi(-r/2 - e/r) = delta`` for e, r = 1 / multiplier.
+
+    Source: Balle & Wang, "Improving the Gaussian Mechanism for Differential Privacy" (2018), theorem 8.
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 3)
+    4.377
+    """
+    r = 1 / multiplier
+
+    def excess(epsilon: float) -> float:
+        above, below = float(log_ndtr(r / 2 - epsilon / r)), epsilon + float(log_ndtr(-r / 2 - epsilon / r))
+        share = -math.expm1(min(below - above, 0.0))
+        return (above + math.log(share) if share > 0 else -math.inf) - math.log(delta)
+
+    if excess(0.0) <= 0:
+        return 0.0
+    enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
+    low, high = 0.0, enough
+    while high - low > 1e-12 * enough:
+        middle = (low + high) / 2
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return high
+
+
+def clip_rows(logits: Tensor, most: float) -> Tensor:
+    """Rows of (P, C) logits scaled down to a norm of at most ``most``; a row that is not finite becomes zeros.
+
+    >>> clip_rows(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0)
+    tensor([[0.6000, 0.8000],
+            [0.3000, 0.4000]])
+    """
+    finite = logits.isfinite().all(-1, keepdim=True)
+    wide = torch.where(finite, logits, torch.zeros_like(logits)).double()
+    norm = wide.norm(dim=-1, keepdim=True)
+    shrunk: Tensor = wide * (most / norm.clamp(min=most))
+    return shrunk.to(logits.dtype)

@@ -1,0 +1,117 @@
+"""Public data: a share of the training set, another set, a folder without labels, noise; and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import toys
+from fedstill.errors import ConfigError, DataError
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+from fedstill.records import Examples
+
+
+def public(method: object = "hiper_fedkd", **data: object) -> Examples:
+    experiment = toys.toy(method, data=data, topology={"clients": 4}, plan={"epochs": 1, "batch": 20, "lr": 0.05})
+    found = prepare(settle(experiment), toys.blobs()).sites.public
+    assert found is not None
+    return found
+
+
+def images(folder: Path, count: int = 12, side: int = toys.SIDE, mode: str = "L") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(0)
+    for k in range(count):
+        shape = (side, side) if mode == "L" else (side, side, 3)
+        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8), mode).save(folder / f"{k:03}.png")
+    return folder
+
+
+def test_a_share_of_the_training_set_is_the_default() -> None:
+    found = public(public=30)
+    assert len(found) == 30
+    assert found.labels.min() >= 0
+
+
+def test_hidden_labels_are_missing_everywhere() -> None:
+    assert (public(public=30, public_labels=False).labels == -1).all()
+
+
+def test_noise_is_standard_normal_after_normalisation_and_the_same_each_time() -> None:
+    found = public(public=2000, public_from="noise")
+    assert found.images.shape == (2000, 1, toys.SIDE, toys.SIDE)
+    assert (found.labels == -1).all()
+    values = (found.images.double() / 255 - 0.5) / 0.5
+    assert values.std() == pytest.approx(0.7, abs=0.1), "standard normal, cut at black and white"
+    assert values.mean() == pytest.approx(0, abs=0.02)
+    assert torch.equal(found.images, public(public=2000, public_from="noise").images)
+
+
+def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
+    folder = images(tmp_path / "mine")
+    found = public(public_from=str(folder))
+    assert found.images.shape == (12, 1, toys.SIDE, toys.SIDE)
+    assert (found.labels == -1).all()
+    assert len(public(public_from=str(folder), public=5)) == 5
+
+
+def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Path) -> None:
+    folder = images(tmp_path / "large", side=9, mode="RGB")
+    with pytest.raises(DataError, match=r"large have shape \(3, 9, 9\), the run's \(1, 4, 4\); .*public_resize"):
+        public(public_from=str(folder))
+    assert public(public_from=str(folder), public_resize=True).images.shape == (12, 1, 4, 4)
+    images(tmp_path / "mixed", count=3, side=9)
+    images(tmp_path / "mixed" / "more", count=1)
+    (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
+    with pytest.raises(DataError, match=r"100.png has shape \(1, 4, 4\), the first image of the folder \(1, 9, 9\)"):
+        public(public_from=str(tmp_path / "mixed"))
+    assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
+    folder = images(tmp_path / "mine")
+    (folder / "004.png").write_bytes(b"not a picture")
+    with pytest.raises(DataError, match="example 4 is no image"):
+        public(public_from=str(folder))
+
+
+def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
+    with pytest.raises(DataError, match=r"shape \(1, 8, 8\), the run's \(1, 4, 4\)"):
+        public(public_from="digits")
+    with pytest.raises(DataError, match=r"10 classes, the run's data 5; set data.public_labels = false"):
+        public(public_from="digits", public_resize=True)
+    found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
+    assert found.images.shape == (50, 1, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"public_from": "noise"}, "needs data.public"),
+        ({"public_from": "digits", "public_resize": True, "public_labels": False, "public": 9999}, "more than the 1"),
+        ({"public": 300}, "leaves nothing"),
+        ({"public_from": "nowhere"}, "nowhere"),
+    ],
+)
+def test_too_many_or_none_are_refused(data: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        public(**data)
+
+
+def test_fedmd_refuses_to_pretrain_without_labels_before_it_starts() -> None:
+    with pytest.raises(ConfigError, match="'pretrain' of method fedmd reads the labels"):
+        public("fedmd", public=30, public_from="noise")
+
+
+@pytest.mark.parametrize("source", ["noise", "folder"])
+def test_a_run_learns_from_images_that_have_no_labels(source: str, tmp_path: Path) -> None:
+    where = "noise" if source == "noise" else str(images(tmp_path / "mine", count=30))
+    data = {"public": 30, "public_from": where}
+    experiment = toys.toy("hiper_fedkd", data=data, topology={"clients": 4}, rounds=1)
+    assert run(experiment, tmp_path / "run", data=toys.blobs()).accuracy is not None

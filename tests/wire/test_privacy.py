@@ -1,0 +1,135 @@
+"""Clipping and noise on uploaded logits: what is done, what it is worth, what is journaled, who is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from fedstill.errors import ConfigError
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.runner import resume, run
+from fedstill.experiment.settings import settle
+from fedstill.records import Payload
+from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
+from run_bits import stopped
+
+CLIP = {"clip": 2.0}
+
+
+def experiment(method: str = "hiper_fedkd", **privacy: float):
+    return toys.toy(
+        method, data={"public": toys.PUBLIC}, topology={"clients": 4}, privacy=privacy, rounds=2, plan={"epochs": 1}
+    )
+
+
+def test_off_it_changes_nothing() -> None:
+    up = Payload(logits=100 * torch.randn(5, 3))
+    assert Privacy().protect(up, 1) is up
+    params = Payload(params={"w": torch.ones(3)})
+    assert Privacy(clip=1.0).protect(params, 1) is params
+
+
+def test_rows_are_clipped_each_by_itself() -> None:
+    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]])
+    clipped = clip_rows(rows, 2.0)
+    expected = [[1.2, 1.6], [0.1, 0.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
+    torch.testing.assert_close(clipped, torch.tensor(expected))
+    assert clipped.norm(dim=1).max() <= 2.0 + 1e-6
+
+
+def test_noise_has_the_spread_that_is_said_and_is_drawn_by_key() -> None:
+    privacy, up = Privacy(clip=2.0, noise=0.5), Payload(logits=torch.zeros(4000, 5))
+    one, same, other = (privacy.protect(up, seed).tensor("logits") for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert one.std() == pytest.approx(1.0, rel=0.02)
+    assert one.mean() == pytest.approx(0.0, abs=0.02)
+    assert one.dtype == torch.float32
+
+
+@pytest.mark.parametrize("noise", [0.5, 3.0, 40.0, 400.0])
+@pytest.mark.parametrize(("rows", "uploads"), [(1, 1), (50, 1), (50, 10)])
+def test_epsilon_is_where_the_privacy_loss_exceeds_it_no_more_than_delta(noise: float, rows: int, uploads: int) -> None:
+    """From the densities of two neighbours' outputs: delta is the integral of max(0, p - exp(epsilon) q)."""
+    found = Privacy(clip=7.0, noise=noise, delta=1e-3).epsilon(rows, uploads)
+    assert found is not None
+    apart = math.sqrt(uploads) * 2 * 7.0 * math.sqrt(rows) / (noise * 7.0)  # in standard deviations
+    x = np.linspace(-12 - apart, 12 + apart, 2_000_001)
+    log_p, log_q = -(x**2) / 2, -((x + apart) ** 2) / 2
+    over = np.where(log_p > found + log_q, np.exp(log_p) * -np.expm1(np.minimum(found + log_q - log_p, 0)), 0)
+    delta = over.sum() * (x[1] - x[0]) / math.sqrt(2 * math.pi)
+    assert delta <= 1e-3 * 1.001
+    assert found == 0 or delta == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("multiplier", [0.001, 0.05, 1.0, 7.0, 300.0])
+def test_epsilon_is_dp_accountings_where_that_is_installed(multiplier: float) -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    ours = gaussian_epsilon(multiplier, 1e-5)
+    assert ours == pytest.approx(accounting.get_epsilon_gaussian(multiplier, 1e-5), rel=1e-6, abs=1e-9)
+
+
+def test_more_uploads_or_less_noise_cost_more_and_no_noise_has_no_bound() -> None:
+    privacy = Privacy(clip=1.0, noise=5.0)
+    costs = [privacy.epsilon(50, k) or 0.0 for k in (0, 1, 2, 10)]
+    assert costs == sorted(costs)
+    assert costs[0] == 0.0
+    assert (Privacy(clip=1.0, noise=1.0).epsilon(50, 1) or 0) > costs[1]
+    assert Privacy(clip=1.0).epsilon(50, 1) is None
+    assert math.isfinite(Privacy(clip=1.0, noise=0.01).epsilon(5000, 100) or math.inf)
+
+
+@pytest.mark.parametrize(
+    ("privacy", "says"),
+    [
+        ({"clip": -1.0}, "privacy.clip = -1.0"),
+        ({"noise": 1.0}, "privacy.noise = 1.0 needs privacy.clip"),
+        ({"clip": 1.0, "delta": 0.0}, "privacy.delta = 0.0"),
+        ({"clip": 1.0, "delta": 1.0}, "privacy.delta = 1.0"),
+        ({"clp": 1.0}, "clip"),
+    ],
+)
+def test_bad_values_are_one_clear_line(privacy: dict[str, float], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settle(experiment(**privacy))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "feddf", "scaffold", "fedntd"])
+def test_methods_that_upload_no_logits_are_refused_by_name(method: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method {method} uploads none"):
+        settle(experiment(method, **CLIP))
+
+
+@pytest.mark.parametrize("method", ["hiper_fedkd", "fedmd", "dsfl"])
+def test_clipping_alone_has_no_epsilon_and_says_so(method: str, tmp_path: Path) -> None:
+    result = run(experiment(method, **CLIP), tmp_path / "run", data=toys.blobs())
+    assert result.summary["privacy"] == {"epsilon": [None] * 4, "delta": 1e-5, "covers": "logits"}
+
+
+def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) -> None:
+    privacy = {"clip": 3.0, "noise": 20.0}
+    whole = run(experiment(**privacy), tmp_path / "whole", data=toys.blobs())
+    events = read(tmp_path / "whole" / "journal.jsonl")
+    spent = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
+    expected = [Privacy(**privacy).epsilon(toys.PUBLIC, k) for k in (1, 2)]
+    assert [row[0] for row in spent] == expected
+    assert json.loads((tmp_path / "whole" / "summary.json").read_text())["privacy"]["epsilon"] == spent[-1]
+    marked = [e for e in events if "noised_rows" in e]
+    assert {(e["name"], e["noised_rows"]) for e in marked} == {("local", toys.PUBLIC)}
+    for stages in (2, 5):
+        resume(stopped(experiment(**privacy), tmp_path / str(stages), stages=stages), data=toys.blobs())
+        other = read(tmp_path / str(stages) / "journal.jsonl")
+        assert without_times(other) == without_times(events)
+    assert whole.accuracy is not None
+
+
+def test_noise_reaches_what_everybody_learns(tmp_path: Path) -> None:
+    plain = run(experiment(**CLIP), tmp_path / "plain", data=toys.blobs())
+    loud = run(experiment(**CLIP, noise=50.0), tmp_path / "loud", data=toys.blobs())
+    assert any(not torch.equal(plain.model[k], loud.model[k]) for k in plain.model)
