@@ -18,7 +18,9 @@ METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
 
 ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
-AMONG_PEERS_ONLY = {n for n in METHODS if registry.lookup("method", n).build().topology == "peer_to_peer"}
+ON_ITS_OWN_ONLY = {
+    n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
+}
 SIDE_BY_SIDE_ONLY = {"feddf", "fedavgm", "feddyn", "fednova"}
 
 
@@ -69,8 +71,8 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
             return str(refusal)
         return ""
 
-    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY | AMONG_PEERS_ONLY), refused("parallel")
-    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY | AMONG_PEERS_ONLY), refused("sequential")
+    assert bool(refused("parallel")) == (name in ON_A_CHAIN_ONLY | ON_ITS_OWN_ONLY), refused("parallel")
+    assert bool(refused("sequential")) == (name in SIDE_BY_SIDE_ONLY | ON_ITS_OWN_ONLY), refused("sequential")
 
 
 @pytest.mark.parametrize(
