@@ -34,7 +34,7 @@ def test_small_steps_of_many_clients_are_stacked() -> None:
     assert choice([few], "cpu")[0] == "vectorised"
     assert choice([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
     assert choice([Work(Plan(batch=10), cost.FEWEST - 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    assert choice([Work(Plan(validation=0.5), 10, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert choice([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0] == "pooled"
     kind, why = choice([few], "cuda")
     assert kind == "pooled"
     assert "measured" in why

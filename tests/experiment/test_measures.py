@@ -29,6 +29,8 @@ from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
 
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
+WITH_REPLIES = {"local", "private_public"}
+"""Measured by clients within their stage."""
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
@@ -55,7 +57,8 @@ class Broken(Measure):
 def measured(*names: str, **changes: Any) -> Experiment:
     model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
     chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
-    return toys.toy(**{"measure": list(names), **model, **chain, **changes})
+    more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
+    return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
 
 
 @pytest.fixture(scope="module", params=MEASURES)
@@ -69,7 +72,7 @@ def test_it_runs_and_says_what_it_cost(whole: tuple[str, Path]) -> None:
     name, folder = whole
     events, measure = read(folder / "journal.jsonl"), measures([name])[name]
     found = [e for e in events if e["event"] == "measure"]
-    if name == "local":
+    if name in WITH_REPLIES:
         assert not found
     else:
         assert [(e["measure"], e["round"]) for e in found] == [
@@ -95,7 +98,8 @@ def test_it_resumes_to_the_same_bits(whole: tuple[str, Path], tmp_path: Path) ->
 def test_it_looks_without_leaving_a_trace(whole: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = whole
     same = settle(measured(name)).tree
-    run(measured(model=same["model"], topology=same["topology"]), tmp_path / "run", data=toys.blobs())
+    same = {key: same[key] for key in ("model", "topology", "data")}
+    run(measured(**same), tmp_path / "run", data=toys.blobs())
     assert bits(tmp_path / "run")["model.safetensors"] == bits(folder)["model.safetensors"]
 
 
@@ -109,7 +113,7 @@ def test_it_is_documented(whole: tuple[str, Path]) -> None:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, Any]]:
     """The last stage of a run with all measures that fit one model, and what they gave there."""
-    names = [n for n in MEASURES if n not in ("landscape", "chain", *ON_CIRCLE)]
+    names = [n for n in MEASURES if n not in ("landscape", "chain", "private_public", *ON_CIRCLE)]
     STAGES.clear()
     found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
     (last,) = [s for s in STAGES if s.ends_run]
@@ -299,10 +303,10 @@ def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> 
         ready.settings.method, "fedavg", ready.settings.topology(1, ready.world), ready.world, tested=False
     )
     for name in MEASURES:
-        if name != "local" and name not in ON_CIRCLE:
+        if name not in WITH_REPLIES and name not in ON_CIRCLE:
             with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at a common test set"):
                 check_fit(measures([name]), one_by_one(setting) if name == "chain" else setting)
-    check_fit(measures(["local"]), setting)
+    check_fit(measures(sorted(WITH_REPLIES)), setting)
 
 
 def test_a_site_runs_no_measure_that_a_server_names_by_file() -> None:

@@ -22,6 +22,10 @@ USUAL = ("accuracy", "forgetting")
 """What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
 
 
+APART = ("measured", "clients")
+"""What a cell may hold beside its numbers in percent."""
+
+
 @dataclass(frozen=True)
 class Published:
     """What a paper prints in a cell: ``values`` in percent by the recipe's measures, ``spread`` that of the first.
@@ -103,11 +107,11 @@ def load(name: str) -> Recipe:
     published: dict[tuple[str, str], Published] = {}
     for row, cells in tree["published"].items():
         for column, cell in cells.items():
-            strange = sorted(set(cell) - {*measures, "spread", "measured"})
+            strange = sorted(set(cell) - {*measures, "spread", *APART})
             if strange:
                 raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
-            values = {k: v for k, v in cell.items() if k != "measured"}
-            published[row, column] = Published(values, cell.get("measured", {}))
+            values = {k: v for k, v in cell.items() if k not in APART}
+            published[row, column] = Published(values, **{k: cell[k] for k in APART if k in cell})
     return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures)
 
 
