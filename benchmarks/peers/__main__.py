@@ -63,6 +63,7 @@ def measure(name: str, entries: Sequence[Entry], asked: argparse.Namespace) -> b
 def show(task: Task, entries: Sequence[Entry]) -> bool:
     """Print the table of a workload, and how each contestant was run; whether all of them agree."""
     screen, rows, apart = terminal.console(), [], []
+    screen.width = max(screen.width, 120)  # also where the output goes to a file
     ran = [e for e in entries if not e.failure]
     ours = next((e for e in ran if e.ours), None)
     reference = accuracy(task, ours.final) if ours else 0.0

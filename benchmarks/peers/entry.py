@@ -37,8 +37,8 @@ class Entry:
 
     @property
     def ours(self) -> bool:
-        """Whether this is fedstill."""
-        return self.contestant.module == "run_fedstill"
+        """Whether this is fedstill as it comes, which the others are compared with."""
+        return self.contestant.module == "run_fedstill" and not self.contestant.arguments
 
     def run(self, folder: Path, seconds: float) -> None:
         """One run of the task in a folder, within a time; what it writes is gone afterwards."""
@@ -57,12 +57,12 @@ class Entry:
 
     def _command(self, folder: Path, out: Path) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cores())]
-        module = ["-m", f"benchmarks.peers.{self.contestant.module}", str(folder), str(out)]
+        module = ["-m", f"benchmarks.peers.{self.contestant.module}", str(folder), str(out), *self.contestant.arguments]
         return [str(self.python), *(launcher if self.contestant.torchrun else []), *module]
 
     def _settings(self, out: Path) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
-        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "") if self.ours else ""]
+        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "") if self.contestant.module == "run_fedstill" else ""]
         places = dict.fromkeys(["RAY_TMPDIR", "FLWR_HOME", "TMPDIR"], str(out))
         own = self.contestant.settings
         return {**inherited, **places, "HF_HUB_OFFLINE": "1", **own, "PYTHONPATH": os.pathsep.join(filter(None, path))}

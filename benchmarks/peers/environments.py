@@ -24,12 +24,14 @@ class Contestant:
     module: str
     packages: tuple[str, ...] = ()
     python: str = ""  # another version than ours, where it needs one
+    arguments: tuple[str, ...] = ()
     torchrun: bool = False  # started as one process a core
     settings: dict[str, str] = field(default_factory=dict)
 
 
 CONTESTANTS = (
     Contestant("fedstill", "run_fedstill"),
+    Contestant("fedstill, engine = auto", "run_fedstill", arguments=("auto",)),
     Contestant("plain PyTorch", "run_plain"),
     Contestant(
         "Flower 1.41.0",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from benchmarks.ours import Ours
 from benchmarks.peers import environments, hand_out, processes
+from benchmarks.peers.__main__ import NEAR
 from benchmarks.peers.common import Task
 from benchmarks.peers.entry import accuracy, distance
 from benchmarks.plain import PlainLoop
@@ -74,7 +75,7 @@ def test_the_plain_loop_ends_with_our_model_and_another_order_does_not(small):
         for loop in (ours, plain, reversed_order):
             loop.run_round()
     assert distance(task, plain.parameters(), ours.parameters()) < 1e-4
-    assert distance(task, reversed_order.parameters(), ours.parameters()) > 1e-2
+    assert distance(task, reversed_order.parameters(), ours.parameters()) > NEAR
     assert accuracy(task, plain.parameters()) == pytest.approx(accuracy(task, ours.parameters()), abs=0.002)
 
 
