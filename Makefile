@@ -5,7 +5,7 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow lint bench docs clean
+.PHONY: demo test slow lint bench bench-peers docs clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
@@ -22,6 +22,10 @@ lint: .venv/ready
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.startup
 	.venv/bin/python -m benchmarks.speed
+
+# make bench-peers ARGS="--workloads W4 --pairs 1": fedstill beside other libraries, each in an environment of its own.
+bench-peers: .venv/ready
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python -m benchmarks.peers --pip-args="$(PIP_ARGS)" $(ARGS)
 
 docs: .venv/ready
 	.venv/bin/mkdocs build --strict

@@ -11,76 +11,36 @@ import multiprocessing
 import resource
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import peak
+from benchmarks.ours import Ours
+from benchmarks.peers.hand_out import task_of
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, flops
 from fedstill.engines.cores import cores
-from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.prepare import prepare
 from fedstill.experiment.settings import settle
-from fedstill.method import run_census, run_round
+from fedstill.models import contract
+from fedstill.records import SERVER
 from fedstill.report import terminal
 
 PLAIN = "plain PyTorch"
 
 
-class Ours:
-    """fedstill, one round a call: the very loop of a run, without evaluation and checkpoint."""
-
-    def __init__(self, ready: Prepared) -> None:
-        self.ready, self.engine = ready, ready.engine()
-        method, rules = ready.settings.method, ready.settings.rules
-        self.state = method.setup(ready.world)
-        if "label_counts" in method.requires():
-            self.state = run_census(self.state, ready.world, self.engine, lambda *_: None, rules)
-
-    def run_round(self) -> None:
-        """One round."""
-        settings = self.ready.settings
-        stages = settings.topology(self.state.round, self.ready.world)
-        self.state = run_round(
-            settings.method, self.state, stages, self.ready.world, self.engine, lambda *_: None, settings.rules
-        )
-
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The global model."""
-        return dict(self.state.params)
-
-    def evaluate(self) -> float:
-        """Seconds that 10,000 test images take."""
-        torch.set_num_threads(self.ready.settings.many_threads[1])
-        (predict,) = self.ready.settings.method.predictors(self.state, self.ready.world).values()
-        test = self.ready.sites.common_test
-        began = time.perf_counter()
-        correct_by_class(predict, test, self.ready.sites.inputs, self.ready.world.classes)
-        return (time.perf_counter() - began) * 10_000 / len(test)
-
-    def save(self) -> float:
-        """Seconds that a checkpoint takes."""
-        with tempfile.TemporaryDirectory() as folder:
-            checkpoints = Checkpoints(Path(folder) / "checkpoints", "", Path(folder) / "memory")
-            began = time.perf_counter()
-            checkpoints.save(self.state, dict(self.engine.memory.index), (0, ""))
-            return time.perf_counter() - began
-
-
-def contest(line: Connection, workload: str, method: str, changes: dict[str, Any]) -> None:
-    """A contestant's process: does what it is told, and answers."""
+def contest(line: Connection, workload: str, method: str, changes: dict[str, Any], rounds: int) -> None:
+    """A contestant's process: does what it is told, and answers; at most so many rounds."""
     made = WORKLOADS[workload]
     ready = prepare(settle(made.experiment(method, **changes)), made.dataset())
     torch.set_num_threads(cores())
-    one = PlainLoop(ready) if changes == {} else Ours(ready)
+    plain = changes == {}
+    one = PlainLoop(task_of(ready, rounds), contract.build(ready.world.model(SERVER))) if plain else Ours(ready)
     answers = {"parameters": one.parameters, "memory": _memory, "flops": lambda: flops(made, ready)}
     while (asked := line.recv()) != "end":
         if asked == "round":
@@ -104,13 +64,14 @@ class Contestant:
     workload: str
     method: str
     changes: dict[str, Any]
+    rounds: int
     seconds: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.line, other = context.Pipe()
         self.process = context.Process(
-            target=contest, args=(other, self.workload, self.method, self.changes), daemon=True
+            target=contest, args=(other, self.workload, self.method, self.changes, self.rounds), daemon=True
         )
         self.process.start()
         other.close()
@@ -147,7 +108,7 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     workload = WORKLOADS[name]
     rows = [(PLAIN, "fedavg", {}), ("serial", "fedavg", {"engine": "serial"})]
     rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
-    contestants = [Contestant(label, name, method, changes) for label, method, changes in rows]
+    contestants = [Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows]
     gap = turns(contestants, pairs)
     work, reference = contestants[0].ask("flops"), contestants[0]
     limit = limits["matrix product, float32"]

@@ -13,7 +13,8 @@ import argparse
 import time
 from dataclasses import replace
 
-from benchmarks.speed import Ours, spread
+from benchmarks.ours import Ours
+from benchmarks.speed import spread
 from benchmarks.workloads import PAPER, Workload
 from fedstill.engines.cores import workers
 from fedstill.experiment.prepare import prepare

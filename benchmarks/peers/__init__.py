@@ -1,0 +1,1 @@
+"""fedstill beside its peers in one run: ``make bench-peers``."""

@@ -1,0 +1,32 @@
+"""fedstill as a contestant among its peers: its defaults, or another engine, on the images as it stores them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks.ours import Ours
+from benchmarks.peers import hand_out
+from benchmarks.peers.common import Rounds, Task, cores
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.settings import settle
+
+
+def main() -> None:
+    """Run every round of the task."""
+    folder, out = map(Path, sys.argv[1:3])
+    engine = {"engine": sys.argv[3]} if sys.argv[3:] else {}
+    about = Task.load(folder).about
+    workload, dataset = hand_out.read(folder, about)
+    ready = prepare(settle(workload.experiment("fedavg", **engine)), dataset)
+    ours, rounds = Ours(ready), Rounds()
+    for _ in about["cohorts"]:
+        rounds.begin()
+        ours.run_round()
+        rounds.end()
+    chosen = "chosen by auto" if engine else "the default"
+    rounds.report(out, ours.parameters(), f"engine {ready.settings['engine']}, {chosen}, on {cores()} cores")
+
+
+if __name__ == "__main__":
+    main()

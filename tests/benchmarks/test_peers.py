@@ -1,0 +1,105 @@
+"""What peers are given is what fedstill trains on, and what a contestant starts is ended."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.ours import Ours
+from benchmarks.peers import environments, hand_out, processes
+from benchmarks.peers.__main__ import NEAR
+from benchmarks.peers.common import Task
+from benchmarks.peers.entry import accuracy, distance
+from benchmarks.plain import PlainLoop
+
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.settings import settle
+from fedstill.models import contract
+from fedstill.records import SERVER
+
+LEAVES = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("began", flush=True)
+raise ValueError("no good")
+"""
+RUNS = """
+import sys
+from pathlib import Path
+from benchmarks.peers import processes
+processes.adopt()
+ran = processes.run([sys.executable, "-c", sys.argv[1]], {}, Path(sys.argv[2]), 2)
+print(ran.failure, len(processes.descendants()), ran.peak > 0, sep=";")
+"""
+
+
+@pytest.fixture
+def small():
+    workload = replace(hand_out.resized("W4", 3, 2), clients=6)
+    return workload, workload.dataset()
+
+
+def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
+    workload, dataset = small
+    task = hand_out.task_of(prepare(settle(workload.experiment("fedavg")), dataset), 2)
+    task.save(tmp_path)
+    again = Task.load(tmp_path)
+    assert again.about == task.about
+    for part in ("examples", "initial", "orders"):
+        before, after = getattr(task, part), getattr(again, part)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+@pytest.mark.parametrize("name", ["W1", "W4"])
+def test_the_plain_network_is_the_workloads(name):
+    workload = replace(hand_out.resized(name), clients=2, sampled=2, images=20)
+    ready = prepare(settle(workload.experiment("fedavg")), workload.dataset())
+    task = hand_out.task_of(ready, 1)
+    x = task.examples["images"][:4]
+    spec = ready.world.model(SERVER)
+    ours = contract.forward(contract.module(spec), dict(task.initial), x)
+    torch.testing.assert_close(task.network()(x), ours)
+
+
+def test_the_plain_loop_ends_with_our_model_and_another_order_does_not(small):
+    workload, dataset = small
+    ready = prepare(settle(workload.experiment("fedavg")), dataset)
+    task = hand_out.task_of(ready, 2)
+    other = replace(task, orders={k: v.flip(1) for k, v in task.orders.items()})
+    ours, plain, reversed_order = Ours(ready), PlainLoop(task, task.network()), PlainLoop(other, task.network())
+    for _ in range(2):
+        for loop in (ours, plain, reversed_order):
+            loop.run_round()
+    assert distance(task, plain.parameters(), ours.parameters()) < 1e-4
+    assert distance(task, reversed_order.parameters(), ours.parameters()) > NEAR
+    assert accuracy(task, plain.parameters()) == pytest.approx(accuracy(task, ours.parameters()), abs=0.002)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="processes are found in Linux's /proc")
+@pytest.mark.parametrize(
+    ("does", "failure"), [(LEAVES, "ValueError: no good"), ("import time; time.sleep(600)", "not done within 2 s")]
+)
+def test_nothing_that_a_contestant_started_goes_on(tmp_path, does, failure):
+    root = str(Path(hand_out.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, does, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.stdout.strip() == f"{failure};0;True", done.stderr
+
+
+def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):
+    (tmp_path / "said").write_text("Traceback:\n  x\nImportError: no such thing\nlauncher.ChildFailedError:\n=====\n")
+    assert processes._reason(tmp_path / "said") == "ImportError: no such thing"
+
+
+def test_a_python_that_is_not_here_is_said_so():
+    with pytest.raises(environments.NotInstalled, match=r"needs Python 9\.9"):
+        environments._interpreter("9.9")
