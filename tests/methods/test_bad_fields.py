@@ -94,7 +94,7 @@ OTHER = [
     ("qkt", "head", "auto"),
     ("qkt_light", "phase1", "server"),
     ("qkt_light_server", "start", "own"),
-    ("hiper_fedkd", "personalised", "cosine"),
+    ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
 ]
 ROWS = [

@@ -69,7 +69,7 @@ def test_the_notebooks_temperatures_come_out_of_the_method() -> None:
     counts = torch.from_numpy(cut.T.copy())
     state = State(params={}).next(labels=counts)
     for fields, printed in (
-        ({"personalised": "linear"}, [0.2892, 0.3038, 0.3477, 0.3424]),
+        ({"temperatures": "linear"}, [0.2892, 0.3038, 0.3477, 0.3424]),
         ({}, [0.1159, 0.1212, 0.1386, 0.1364]),
     ):
         found = [HiPerFedKD(**fields).temperature_of(state, c) for c in range(4)]

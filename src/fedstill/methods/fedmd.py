@@ -40,6 +40,7 @@ class FedMD(PublicLogits):
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": PRETRAIN, "start": TRANSFER, "last": REVISIT}
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL, PRETRAIN, TRANSFER, REVISIT})
+    personal: ClassVar[frozenset[str]] = frozenset({DISTIL, REVISIT})
     labelled: ClassVar[frozenset[str]] = frozenset({PRETRAIN})
     plans: ClassVar[Mapping[str, Plan]] = {
         PRETRAIN: Plan(epochs=20, batch=128, optimiser="adam", lr=0.001),

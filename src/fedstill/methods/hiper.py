@@ -41,13 +41,11 @@ PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
 @method(
     "hiper_baseline",
     about="HiPer-FedKD without its parts: raw logits, temperature 1.",
-    personalised="off",
+    temperatures="off",
     z_score=False,
 )
-@method(
-    "hiper_temperature", about="Improvement 1: linear temperatures by client.", personalised="linear", z_score=False
-)
-@method("hiper_standardised", about="Improvement 2: linear temperatures, standardised logits.", personalised="linear")
+@method("hiper_temperature", about="Improvement 1: linear personal temperatures.", temperatures="linear", z_score=False)
+@method("hiper_standardised", about="Improvement 2: linear temperatures, standardised logits.", temperatures="linear")
 @method("hiper_fedkd")
 @dataclass(frozen=True)
 class HiPerFedKD(PublicLogits):
@@ -59,7 +57,7 @@ class HiPerFedKD(PublicLogits):
         DISTIL: PUBLIC,
     }
 
-    personalised: Literal["off", "linear", "exponential"] = "exponential"
+    temperatures: Literal["off", "linear", "exponential"] = "exponential"
     z_score: bool = True
     temperature: Positive = 3.0
     decay: NonNegative = 3.0
@@ -75,17 +73,17 @@ class HiPerFedKD(PublicLogits):
             )
 
     def requires(self) -> frozenset[str]:
-        return self.needs if self.personalised == "off" else self.needs | {"label_counts"}
+        return self.needs if self.temperatures == "off" else self.needs | {"label_counts"}
 
     def temperature_of(self, state: State, client: int) -> float:
-        if self.personalised == "off":
+        if self.temperatures == "off":
             return 1.0
         labels = state.extra.get("labels", torch.zeros(client + 1, 1))  # (clients, C)
         if not labels[client].any():
             return self.high
         everybody = proportions(labels[labels.any(1)]).mean(0)
         score = heterogeneity_score(proportions(labels[client]), everybody, self.count_absent)
-        return client_temperature(score, self.personalised, self.low, self.high, self.decay)
+        return client_temperature(score, self.temperatures, self.low, self.high, self.decay)
 
     def answers(self, logits: Tensor) -> Tensor:
         return standardize(logits) if self.z_score else logits

@@ -36,6 +36,7 @@ class PublicLogits(Method):
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
     needs: ClassVar[frozenset[str]] = frozenset({"public_data"})
     permits: ClassVar[frozenset[str]] = frozenset({"noisy_logits"})
+    personal: ClassVar[frozenset[str]] = frozenset({DISTIL})
 
     subset: CountOrZero = 0
     """Public images of a round, drawn anew for each; 0, or more than there are: all."""
