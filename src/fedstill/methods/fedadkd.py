@@ -9,7 +9,7 @@ Reading: Algorithm 1 computes phi before any client has sent its G, which starts
 the letter: a client's G is the one it last sent, 1 at first. "exact" takes all label counts before round 1.
 Reading: on a chain the cohort is the round's clients, and phi is computed before the first of them trains.
 Reading: eq. 3 sums over classes a quantity defined for the label only; ``tckd`` "target" is the equation as printed,
-"binary" DKD's two-way divergence.
+"binary" DKD's two-way divergence. Only with "target" was it above FedNTD when we ran both (docs/results.md).
 Reading: alpha, delta and tau are not given for the tables; beta = 1 and tau = 1 follow from the ablation without TCKD.
 """
 
