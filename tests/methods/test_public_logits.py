@@ -15,6 +15,7 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.prepare import Prepared
 from fedstill.experiment.runner import run
 from fedstill.experiment.settings import settle
@@ -204,3 +205,13 @@ def test_a_round_sends_public_logits_and_no_weights() -> None:
     assert method.expects(0, local, ready.world).nbytes == sent
     assert method.down(states[1], 0, distil, ready.world).nbytes == sent
     assert method.down(states[1], 0, local, ready.world).nbytes == 8, "a temperature"
+    sums = arithmetic(ready)
+    assert (sums.bytes_up, sums.bytes_down) == (4 * sent, 4 * (sent + 8)), "the server's own work is not sent"
+
+
+def test_bytes_of_a_round_are_those_between_clients_and_server(tmp_path) -> None:
+    experiment = toys.toy("hiper_fedkd", data={"public": toys.PUBLIC}, topology={"clients": 4}, rounds=1)
+    (event,) = run(experiment, tmp_path / "run", data=toys.blobs()).history
+    sent = 4 * toys.PUBLIC * toys.CLASSES * 4
+    census = 4 * 8 * toys.CLASSES
+    assert (event["bytes_up"], event["bytes_down"]) == (sent + census, sent + 4 * 8)

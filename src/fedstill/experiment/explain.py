@@ -64,7 +64,8 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
                 continue
             acting.add(client)
             count = _examples(prepared, client, stage)
-            down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
+            if client != SERVER:  # what the server works on itself goes nowhere
+                down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
             own = _steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
     return Arithmetic(

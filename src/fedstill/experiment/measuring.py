@@ -134,8 +134,8 @@ class Measuring:
             **private_public(replies),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
-            "bytes_up": sum(e.get("bytes_up", 0) for e in replies),
-            "bytes_down": sum(e.get("bytes_down", 0) for e in replies),
+            "bytes_up": _sent(replies, "bytes_up"),
+            "bytes_down": _sent(replies, "bytes_down"),
             **self._as_weights(replies),
             **self.budget.told(),
             "seconds_training": training,
@@ -230,6 +230,11 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
         raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+
+
+def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
+    """Bytes between clients and server; what the server works on itself goes nowhere."""
+    return sum(e.get(key, 0) for e in replies if e["client"] != SERVER)
 
 
 def _bytes(params: Tensors) -> int:
