@@ -109,6 +109,11 @@ class Alone(Method):
 ALONE = Alone()
 
 
+def acting(method: Method, stage: Stage) -> Method:
+    """Who says what is done in a stage: the method, or ``ALONE`` in the stage ``fit`` of a method that has none."""
+    return ALONE if stage.name == FIT and FIT not in method.stages else method
+
+
 class Engine(Protocol):
     """Carries a stage out: how, the engine decides; what, the method."""
 
@@ -168,7 +173,7 @@ def _run_stage(
     watch: Watch,
     rules: Rules,
 ) -> State:
-    method = ALONE if stage.name == FIT and FIT not in method.stages else method
+    method = acting(method, stage)
     downs = {c: d for c in stage.clients if (d := method.down(state, c, stage, world)) is not None}
     came = engine.run(method.work(stage), stage, downs, world.seed)
     replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)

@@ -198,7 +198,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     stage = Stage(1, 0, "local", (0, 1, 2))
     request = request_of(settings, facts=facts, stage=stage, down=Payload())
     site = Site(0, tmp_path / "memory", data=str(folder))
-    assert "needs the public set" in Clerk(site)(request).failure
+    assert "set public, your copy of it" in Clerk(site)(request).failure
     assert "is not the server's" in Clerk(replace(site, public=str(folder)))(request).failure
     public = prepare(settings, toys.blobs()).sites.public
     assert public is not None

@@ -14,6 +14,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.errors import Refused
 from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.public_data import copied
 from fedstill.experiment.settings import Settings
 from fedstill.records import Examples
 
@@ -76,11 +77,21 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
     return ids[examples.labels]
 
 
-def public_of(examples: Examples, facts: Facts) -> Examples:
-    """A site's copy of the public set; raises Refused if it is not the server's, image by image."""
-    if facts.public and digest_of(examples) != facts.public:
+def public_of(settings: Settings, copy: str, facts: Facts) -> Examples | None:
+    """The public set at a site, read from its own copy; None in a run that has none.
+
+    Raises Refused if there is no copy here, or it is not the server's set, image by image.
+    """
+    if not facts.public:
+        return None
+    if len(facts.shape) != 3:
+        raise Refused(f"the request's facts about data are malformed: shape {facts.shape}")
+    public = copied(settings, copy, facts.shape, len(facts.classes), facts.mean, facts.std)
+    if public is None:
+        raise Refused("the run has a public set: set public, your copy of it, in this site's site.toml")
+    if digest_of(public) != facts.public:
         raise Refused("the public set at this site is not the server's: copy the server's folder again")
-    return examples
+    return public
 
 
 def digest_of(examples: Examples) -> str:

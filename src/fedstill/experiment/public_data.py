@@ -16,6 +16,8 @@ from fedstill.experiment.settings import Settings
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 
+Floats = tuple[float, ...]
+
 TRAIN, NOISE = "train", "noise"
 
 
@@ -24,18 +26,37 @@ def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Ex
 
     Raises ConfigError or DataError for public images of another shape, or labels of another number of classes.
     """
-    data = settings["data"]
-    size, source = data["public"], data["public_from"]
-    public: Examples | None
+    data, public = settings["data"], None
+    source = data["public_from"]
     if source == TRAIN:
-        train, public = _share(settings, train, size)
+        train, public = _share(settings, train, data["public"])
     elif source == NOISE:
-        public = _unlabelled(_noise(settings, dataset, size))
+        public = _noise(settings, dataset.input_shape, dataset.mean, dataset.std)
     else:
-        public = _fitting(settings, dataset, Path(source), size)
-    if public is not None and not data["public_labels"]:
-        public = _unlabelled(public.images)
-    return train, public
+        public = _fitting(settings, dataset.input_shape, len(dataset.classes), source, data["folder"])
+    return train, _as_shown(settings, public)
+
+
+def copied(
+    settings: Settings, copy: str, shape: tuple[int, int, int], classes: int, mean: Floats, std: Floats
+) -> Examples | None:
+    """The public set at a site, from its own copy of what ``[data] public_from`` names; None without a copy.
+
+    ``copy``: a folder, or a data set's name. Noise needs none: it is drawn again. Of a set that the server takes from
+    its own training data, the copy is the public set itself.
+    """
+    source = settings["data"]["public_from"]
+    public: Examples | None = None
+    if source == NOISE:
+        public = _noise(settings, shape, mean, std)
+    elif copy:
+        public = load(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
+    return _as_shown(settings, public)
+
+
+def _as_shown(settings: Settings, public: Examples | None) -> Examples | None:
+    hide = public is not None and not settings["data"]["public_labels"]
+    return _unlabelled(public.images) if public is not None and hide else public
 
 
 def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Examples | None]:
@@ -48,24 +69,26 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
     return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
-def _noise(settings: Settings, dataset: Dataset, size: int) -> Tensor:
+def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: Floats) -> Examples:
     """Standard normal after normalisation, but for rounding to pixels and cutting at black and white: uint8."""
+    size = settings["data"]["public"]
     if size == 0:
         raise ConfigError("data.public_from = 'noise' needs data.public, the number of images to make")
     draw = generator(seed_for(settings["seed"], 0, 0, SERVER, "public noise"))
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (dataset.mean, dataset.std))
-    values = mean + std * torch.randn(size, *dataset.input_shape, generator=draw)
-    return (255 * values).round().clamp(0, 255).to(torch.uint8)
+    centre, spread = (torch.tensor(v).view(-1, 1, 1) for v in (mean, std))
+    values = centre + spread * torch.randn(size, *shape, generator=draw)
+    return _unlabelled((255 * values).round().clamp(0, 255).to(torch.uint8))
 
 
-def _fitting(settings: Settings, dataset: Dataset, source: Path, size: int) -> Examples:
-    data, shape = settings["data"], dataset.input_shape
-    if source.is_dir() and images_in(source):
+def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
+    """``source``: a folder of images, or what ``load`` reads, with what lies in ``folder``."""
+    data, size, place = settings["data"], settings["data"]["public"], Path(source)
+    if place.is_dir() and images_in(place):
         side = shape[1] if data["public_resize"] and shape[1] == shape[2] else None
-        found, classes = _unlabelled(read_unlabelled(source, side)), None
+        found, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load(str(source), folder=data["folder"] or None)
-        found, classes = other.train, len(other.classes)
+        other = load(source, folder=folder or None)
+        found, theirs = other.train, len(other.classes)
     if data["public_resize"]:
         found = Examples(_resized(found.images, shape), found.labels)
     if tuple(found.images.shape[1:]) != shape:
@@ -73,9 +96,9 @@ def _fitting(settings: Settings, dataset: Dataset, source: Path, size: int) -> E
             f"the public images of {source} have shape {tuple(found.images.shape[1:])}, the run's {shape}; "
             "set data.public_resize = true, or name other images with data.public_from"
         )
-    if data["public_labels"] and classes is not None and classes != len(dataset.classes):
+    if data["public_labels"] and theirs is not None and theirs != classes:
         raise DataError(
-            f"the public images of {source} have {classes} classes, the run's data {len(dataset.classes)}; "
+            f"the public images of {source} have {theirs} classes, the run's data {classes}; "
             "set data.public_labels = false to use the images alone"
         )
     if size > len(found):

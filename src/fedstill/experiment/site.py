@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ from fedstill.experiment.architectures import words
 from fedstill.experiment.checking import Fields, checked, on_one_line
 from fedstill.experiment.config import NAMED, as_toml, from_tree
 from fedstill.experiment.facts import Facts, labels_of, public_of
-from fedstill.experiment.prepare import on_sites, prepare, world_of
+from fedstill.experiment.prepare import asked, label_counts, on_sites, prepare, world_of
 from fedstill.experiment.settings import Settings, settle
 from fedstill.experiment.world import Federation
 from fedstill.fields import CountOrZero
 from fedstill.files import digest, make_folder
-from fedstill.method import census_stage
+from fedstill.method import acting, census_stage
 from fedstill.records import Examples
 from fedstill.work import Census, ClientWork
 
@@ -51,7 +51,7 @@ class Site:
 
     ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
     a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
-    the public set, where a method needs one. ``accept``: SHA-256 of the configurations it runs; empty: any.
+    its copy of the public set, for runs that have one. ``accept``: SHA-256 of the configurations it runs; empty: any.
     ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     """
 
@@ -142,7 +142,7 @@ class Clerk:
             return Census()
         if stage not in ready.settings.topology(stage.round, ready.world):
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
-        return method.work(stage)
+        return acting(method, stage).work(stage)
 
     def _ready(self, request: Request) -> Ready:
         key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
@@ -190,10 +190,9 @@ class Clerk:
             raise Refused("this site has no data of its own: set data in its site.toml")
         own = load(self.site.data)
         train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
-        public = public_of(load(self.site.public).train, facts) if self.site.public else None
-        if public is None and "public_data" in settings.method.requires():
-            raise Refused("the method needs the public set: set public in this site's site.toml")
+        public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
+        world = replace(world, queries=asked(settings, label_counts(train.labels, (), len(facts.classes))))
         inputs = facts.inputs(settings)
         device = settings["device"]
         sites = SimulatedSites(
@@ -206,6 +205,7 @@ class Clerk:
             plans=dict(settings.plans),
             seed=settings["seed"],
             public=public and public.to(device),
+            queries=world.queries,
             labelled=settings.method.labelled,
             own_test=test.to(device),
         )

@@ -124,8 +124,8 @@ class Queried(ClientWork):
         return terms
 
     def score(self, params: Tensors, view: View) -> float:
-        """Average Accuracy on the public data, for plans that keep the best epoch; without any, as other clients do."""
-        if view.public is None:
+        """Average Accuracy on public labels, for plans that keep the best epoch; without any, as other clients do."""
+        if view.public is None or bool((view.public.labels < 0).any()):
             return super().score(params, view)
         y, classes = view.public.labels.cpu(), len(view.counts)
         hit = y[view.logits(params, "public").argmax(1) == y]

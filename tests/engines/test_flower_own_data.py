@@ -1,0 +1,118 @@
+"""Runs on the loopback grid whose sites have data of their own: the simulation's bits, for every kind of method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from fedstill.engines.flower.app import client_app
+from fedstill.engines.flower.loopback import LoopbackGrid
+from fedstill.errors import ConfigError, TooFewReplies
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+from fedstill.experiment.site import Clerk, Site
+from fedstill.records import Examples
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+CLIENTS = 3
+QUERIES = {"classes": {"0": [3, 4], "1": [4], "2": [0, 3]}}
+
+
+def experiment(method: str, **changes: Any) -> Experiment:
+    suited: dict[str, Any] = {**toys.suited(method), "rounds": 1}
+    if suited["query"]:
+        suited["query"] = QUERIES
+    return toys.toy(method, **{**suited, "topology": {"clients": CLIENTS}, "data": {}, **changes})
+
+
+WITH_PUBLIC = {"data": {"public": toys.PUBLIC}}
+RUNS: dict[str, Experiment] = {
+    "queries": experiment("qkt"),
+    "queries, beside public data whose labels are hidden": experiment(
+        "qkt",
+        **WITH_PUBLIC,
+        plan={"epochs": 3, "batch": 10, "lr": 0.1, "transfer": {"keep": "best", "validation": 0.1}},
+    ),
+    "queries, scored on public labels": experiment("qkt_var_e", **WITH_PUBLIC),
+    "public logits": experiment("hiper_fedkd", **WITH_PUBLIC),
+    "public logits and labels": experiment("fedmd", **WITH_PUBLIC),
+    "public noise": experiment("feddf", data={"public": 40, "public_from": "noise"}),
+    "public images without labels": experiment("hiper_fedkd", data={"public": toys.PUBLIC, "public_labels": False}),
+    "fit first, beside a method that has no such stage": experiment(
+        "fedavg", topology={"clients": CLIENTS, "first": "fit"}
+    ),
+    "label counts": experiment("toy_logits", **WITH_PUBLIC),
+    "a chain": experiment("fedseq"),
+}
+
+
+def saved(folder: Path, train: Examples, test: Examples) -> str:
+    """A folder with these images and labels."""
+    folder.mkdir(parents=True)
+    named = {f"{s}_images": e.images[:, 0].numpy() for s, e in (("train", train), ("test", test))}
+    labels = {f"{s}_labels": e.labels.clamp(min=0).numpy() for s, e in (("train", train), ("test", test))}
+    np.savez(folder / "data.npz", **named, **labels)
+    return str(folder)
+
+
+def sites(simulated: Prepared, folder: Path, public: bool = True) -> list[Site]:
+    """Every client of a simulation as a site with its part of the data in a folder of its own."""
+    made, shared, test = [], "", simulated.dataset.test
+    if public and simulated.sites.public is not None:
+        shared = saved(folder / "public", simulated.sites.public, test)
+    for client in range(CLIENTS):
+        part = simulated.sites.train.take(simulated.sites.parts[client])
+        own = saved(folder / f"own{client}", part, test)
+        made.append(Site(client, folder / f"memory{client}", data=own, public=shared))
+    return made
+
+
+def over(experiment: Experiment, there: Sequence[Site], out: Path) -> None:
+    """The experiment with these sites on a loopback grid."""
+    clerks = {site.client: Clerk(site) for site in there}
+    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    flower = {"deadline": 30, "poll": 1, "data": "sites", "federation": "/federation"}
+    run(replace(experiment, engine="flower", flower=flower), out, toys.blobs(), grid=LoopbackGrid(app, range(CLIENTS)))
+
+
+def simulated(experiment: Experiment) -> Prepared:
+    return prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_sites_with_their_own_data_give_the_bits_of_the_simulation(what: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
+    over(RUNS[what], sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
+    events = [e for e in read(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
+    assert not [e for e in events if "refused" in e]
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
+    trained = [e for e in read(tmp_path / "serial/journal.jsonl") if e["event"] == "client"]
+    assert [(e["name"], e["client"], e.get("loss")) for e in events] == [
+        (e["name"], e["client"], e.get("loss")) for e in trained
+    ]
+    assert not any("label_counts" in e or "correct_by_class" in e for e in events), "they stay at the site"
+
+
+def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> None:
+    what = RUNS["queries, scored on public labels"]
+    with pytest.raises(TooFewReplies, match="the run has a public set: set public, your copy of it"):
+        over(what, sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
+
+
+def test_a_query_that_would_need_the_sites_labels_is_refused_before_round_1(tmp_path: Path) -> None:
+    what = experiment("qkt", query={"draw": "single", "fewer_than": 5})
+    with pytest.raises(ConfigError, match=r"query.draw: nobody sees what sites hold; write \[query.classes\]"):
+        over(what, [], tmp_path / "run")
