@@ -66,6 +66,23 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
 
 @deploy.command
+def renew(directory: Path, *, host: Hosts = ()) -> int:
+    """Make the server's certificate anew, before or after it expires; start the server again, clients need nothing.
+
+    Parameters
+    ----------
+    directory: The federation's folder, with its ca.key.
+    host: One more name or address under which clients reach the server. May be repeated.
+    """
+    from fedstill.deploy import certificates, folder
+
+    federation = folder.renew(folder.load(directory), host)
+    until = certificates.last_day(federation.server / "server.crt")
+    print(f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start the server again")
+    return 0
+
+
+@deploy.command
 def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure = False) -> int:
     """Start a client, Flower's SuperNode, with its key and its site.toml.
 
@@ -75,10 +92,11 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     wait: How many seconds to go on asking a server that does not list this client's key (yet).
     insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
-    from fedstill.deploy import folder, programs
+    from fedstill.deploy import folder, greeting, programs
     from fedstill.experiment.site import load_site
 
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")
     command = programs.supernode(member, insecure_for_testing)
+    greeting.greet(member, insecure_for_testing)
     return programs.keep_running(command, programs.environment(member.folder / "flwr"), wait)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-DAYS = 825
-"""How long a certificate is valid, in days."""
+DAYS, AUTHORITY_DAYS = 825, 3650
+"""How long a server's certificate is valid, and the authority's, in days."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def require_cryptography() -> None:
         raise ConfigError(f"deploying needs Flower: pip install 'fedstill[flower]' ({error})") from error
 
 
-def make_authority(name: str, days: int = DAYS) -> Authority:
+def make_authority(name: str, days: int = AUTHORITY_DAYS) -> Authority:
     """A new authority, which signs certificates of servers and nothing else."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -69,6 +69,16 @@ def make_server(folder: Path, authority: Authority, hosts: Sequence[str], days: 
     write_whole(folder / "ca.crt", _pem(authority.certificate))
     write_whole(folder / "server.crt", _pem(builder.sign(authority.key, hashes.SHA256())))
     write_secret(folder / "server.key", _private(key))
+
+
+def last_day(path: Path) -> datetime.datetime:
+    """When the certificate in a file expires; raises ConfigError if it holds none."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no certificate: {error}") from error
 
 
 def make_client(path: Path) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,7 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
-    for host in (*hosts, listen):
-        if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
-            raise ConfigError(f"{host!r} is no host name or address")
+    _check_hosts((*hosts, listen))
     if not 1 <= port <= 65535:
         raise ConfigError(f"--port {port} must be from 1 to 65535")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -128,13 +127,28 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
     make_folder(federation.server / "allowed")
     authority = certificates.make_authority(f"fedstill {hosts[0]}")
     certificates.write_authority(federation.folder, authority)
-    names = dict.fromkeys((*hosts, *(LOOPBACK if is_loopback(listen) else ())))
-    certificates.make_server(federation.server, authority, list(names))
+    _certify(federation, authority)
     for client in range(clients):
         _make_client(federation, client)
     write_app(federation.app, clients, version)
-    values = {k: v for k, v in asdict(federation).items() if k != "folder"}
-    write_whole(federation.folder / "federation.toml", tomli_w.dumps(values | {"hosts": list(hosts)}).encode())
+    _write(federation)
+    return federation
+
+
+def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
+    """Make the server's certificate anew, for more hosts if any are given; clients need nothing new.
+
+    Raises ConfigError where the authority is not here, or has expired itself.
+    """
+    _check_hosts(hosts)
+    authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
+    if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(
+            f"{place}, which signs, has expired itself: make a federation anew with `fedstill deploy init`"
+        )
+    federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
+    _certify(federation, authority)
+    _write(federation)
     return federation
 
 
@@ -189,6 +203,22 @@ def write_app(folder: Path, clients: int, version: str) -> None:
     write_whole(folder / "fedstill_app" / "__init__.py", b'"""fedstill as a Flower app."""\n')
     for side in ("client_app", "server_app"):
         write_whole(folder / "fedstill_app" / f"{side}.py", SIDE.format(side=side).encode())
+
+
+def _check_hosts(hosts: Sequence[str]) -> None:
+    for host in hosts:
+        if not re.fullmatch(r"[A-Za-z0-9.:-]{1,253}", host):
+            raise ConfigError(f"{host!r} is no host name or address")
+
+
+def _certify(federation: Federation, authority: certificates.Authority) -> None:
+    names = dict.fromkeys((*federation.hosts, *(LOOPBACK if is_loopback(federation.listen) else ())))
+    certificates.make_server(federation.server, authority, list(names))
+
+
+def _write(federation: Federation) -> None:
+    values = {k: v for k, v in asdict(federation).items() if k != "folder"} | {"hosts": list(federation.hosts)}
+    write_whole(federation.folder / "federation.toml", tomli_w.dumps(values).encode())
 
 
 def _make_client(federation: Federation, client: int) -> None:

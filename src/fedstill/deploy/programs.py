@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from typing import Any
 
 import tomli_w
 
+from fedstill.deploy import certificates
 from fedstill.deploy.folder import Federation, Membership, is_loopback
 from fedstill.engines.flower.records import QUIET, require_flower
 from fedstill.errors import ConfigError, DeployFailed
@@ -64,6 +66,10 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
         if not (server / name).is_file():
             raise ConfigError(f"{server / name} is missing: without certificates the server does not start")
         command += [option, str(server / name)]
+    if (until := certificates.last_day(server / "server.crt")) <= datetime.datetime.now(datetime.UTC):
+        raise ConfigError(
+            f"{server / 'server.crt'} expired on {until:%Y-%m-%d}; run: fedstill deploy renew {federation.folder}"
+        )
     if not any((server / "allowed").glob("*.pub")):
         raise ConfigError(f"{server / 'allowed'} lists no client's public key: without one the server does not start")
     return [*command, "--enable-supernode-auth"]
