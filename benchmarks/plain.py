@@ -15,16 +15,20 @@ from benchmarks.peers.common import Task, train
 
 
 class PlainLoop:
-    """FedAvg from the task's first weights, one round a call; ``model``: its network."""
+    """FedAvg, or FedSeq on a chain, from the task's first weights, one round a call; ``model``: its network."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         self.task, self.model, self.round = task, model, 0
         self.model.load_state_dict(dict(task.initial))
 
     def run_round(self) -> None:
-        """Train the round's clients one after another, and average them."""
+        """Train the round's clients one after another, each from the model before or all from one, then averaged."""
         self.round += 1
         clients = self.task.cohort(self.round)
+        if self.task.about["chain"]:
+            for c in clients:
+                train(self.task, self.round, c, self.model)
+            return
         results = [train(self.task, self.round, c, copy.deepcopy(self.model)).state_dict() for c in clients]
         sizes = torch.tensor([float(len(self.task.client(c)[1])) for c in clients])
         mean = {k: sum(r[k] * w for r, w in zip(results, sizes / sizes.sum(), strict=True)) for k in results[0]}

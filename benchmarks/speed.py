@@ -106,7 +106,8 @@ def turns(contestants: Sequence[Contestant], pairs: int) -> float:
 def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     """Measure one workload and print its table."""
     workload = WORKLOADS[name]
-    rows = [(PLAIN, "fedavg", {}), ("serial", "fedavg", {"engine": "serial"})]
+    base = workload.methods[0]
+    rows = [(PLAIN, base, {}), ("serial", base, {"engine": "serial"})]
     rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
     contestants = [Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows]
     gap = turns(contestants, pairs)
@@ -114,19 +115,19 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     limit = limits["matrix product, float32"]
     screen = terminal.console()
     screen.print(f"\n{name}: {workload.about}")
-    screen.print(f"{work / 1e9:,.1f} GFLOP a round of FedAvg; at this machine's float32 limit {work / limit:.3g} s")
+    screen.print(
+        f"{work / 1e9:,.1f} GFLOP a round without teachers; at this machine's float32 limit {work / limit:.3g} s"
+    )
     table = []
     for one in contestants:
         ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
-        share = f"{100 * work / statistics.median(one.seconds) / limit:.0f} %" if one.method == "fedavg" else ""
+        share = f"{100 * work / statistics.median(one.seconds) / limit:.0f} %" if one.method == base else ""
         table.append((one.name, spread(one.seconds), spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
     heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
     screen.print(terminal.table(heads, table))
     ours = contestants[-1]
     screen.print(f"evaluating 10,000 images: {ours.ask('evaluate'):.3g} s; a checkpoint: {ours.ask('save'):.3g} s")
-    screen.print(
-        f"largest difference to plain PyTorch's model after one round of FedAvg: {gap:.1e} of its largest weight"
-    )
+    screen.print(f"largest difference to plain PyTorch's model after one round: {gap:.1e} of its largest weight")
     for one in contestants:
         one.end()
 

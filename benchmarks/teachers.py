@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
-from benchmarks.workloads import PAPER, Workload
+from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.engines.cores import workers
 from fedstill.experiment.prepare import prepare
 from fedstill.experiment.settings import settle
@@ -23,17 +23,16 @@ from fedstill.report import terminal
 
 
 def workload(clients: int, images: int, epochs: int) -> Workload:
-    """A chain of all clients, on the network of W1."""
+    """Workload W2, or, for a quick look, one of another size."""
+    full = WORKLOADS["W2"]
     about = f"a chain of {clients} clients, {images} images of 3 x 32 x 32 each, {epochs} epochs of batches of 50"
-    return Workload("W2", about, clients, clients, images, (3, 32, 32), {"name": "cnn"}, {**PAPER, "epochs": epochs})
+    plan = {**full.plan, "epochs": epochs}
+    return replace(full, about=about, clients=clients, sampled=clients, images=images, plan=plan)
 
 
 def measure(made: Workload, ks: list[int], repeats: int, cached: bool) -> list[tuple[str, ...]]:
     """Rows of one table: the setting, seconds a round, times FedSeq's seconds, times FedSeq's processor seconds."""
-    changes = {
-        "topology": {"kind": "sequential", "clients": made.clients, "sampled": made.clients},
-        "data": {"augment": [] if cached else ["flip"]},
-    }
+    changes = {"data": {"augment": [] if cached else ["flip"]}}
     data = made.dataset()
     methods = {"FedSeq": {"name": "fedseq"}, **{f"K = {k}": {"name": "sfedkd", "k": k} for k in ks}}
     running = {}

@@ -20,7 +20,6 @@ from fedstill.experiment.settings import settle
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER
-from fedstill.topology import sample
 
 
 def resized(name: str, clients: int = 0, epochs: int = 0) -> Workload:
@@ -31,9 +30,9 @@ def resized(name: str, clients: int = 0, epochs: int = 0) -> Workload:
 
 
 def task_of(ready: Prepared, rounds: int) -> Task:
-    """The first rounds of a run of FedAvg; ``layers`` are there if the model is a chain of plain ones."""
+    """The first rounds of a run of FedAvg or FedSeq; ``layers`` are there if the model is a row of plain ones."""
     world, sites, plan = ready.world, ready.sites, ready.world.plans["train"]
-    cohorts = [sorted(sample(world, r, ready.settings["topology"]["sampled"])) for r in range(1, rounds + 1)]
+    schedule = [ready.settings.topology(r, world) for r in range(1, rounds + 1)]
     sizes = torch.tensor([0, *(len(p) for p in sites.parts)])
     by_client = torch.cat(list(sites.parts))
     examples = {
@@ -44,12 +43,16 @@ def task_of(ready: Prepared, rounds: int) -> Task:
         "test_labels": sites.common_test.labels,
     }
     orders = {
-        f"{r}.{c}": _orders(len(sites.parts[c]), plan.epochs, seed_for(world.seed, r, 0, c, "order"))
-        for r, cohort in enumerate(cohorts, 1)
-        for c in cohort
+        f"{stage.round}.{c}": _orders(
+            len(sites.parts[c]), plan.epochs, seed_for(world.seed, stage.round, stage.index, c, "order")
+        )
+        for stages in schedule
+        for stage in stages
+        for c in stage.clients
     }
     about = {
-        "cohorts": cohorts,
+        "cohorts": [[c for stage in stages for c in stage.clients] for stages in schedule],
+        "chain": any(len(stages) > 1 for stages in schedule),
         "rates": [plan.lr_at(r) for r in range(1, rounds + 1)],
         **{key: getattr(plan, key) for key in ("epochs", "batch", "momentum", "weight_decay")},
         **_layers(contract.build(world.model(SERVER))),

@@ -14,6 +14,7 @@ from benchmarks.peers.__main__ import NEAR
 from benchmarks.peers.common import Task
 from benchmarks.peers.entry import accuracy, distance
 from benchmarks.plain import PlainLoop
+from benchmarks.workloads import WORKLOADS
 
 from fedstill.experiment.prepare import prepare
 from fedstill.experiment.settings import settle
@@ -103,3 +104,14 @@ def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):
 def test_a_python_that_is_not_here_is_said_so():
     with pytest.raises(environments.NotInstalled, match=r"needs Python 9\.9"):
         environments._interpreter("9.9")
+
+
+def test_the_plain_chain_ends_with_our_model():
+    workload = replace(WORKLOADS["W2"], clients=4, sampled=3, images=20, shape=(1, 8, 8), model={"name": "digits_cnn"})
+    ready = prepare(settle(workload.experiment("fedseq")), workload.dataset())
+    task = hand_out.task_of(ready, 2)
+    ours, plain = Ours(ready), PlainLoop(task, task.network())
+    for _ in range(2):
+        ours.run_round()
+        plain.run_round()
+    assert distance(task, plain.parameters(), ours.parameters()) < 1e-4
