@@ -17,7 +17,7 @@ CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { ep
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Path) -> None:
     """The signal goes to the comparing process alone, as from a job scheduler."""
     (tmp_path / "long.toml").write_text(CONFIG)
@@ -31,9 +31,18 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
         process.wait(timeout=60)
         _wait(lambda: not _grows(journals))
         assert not (tmp_path / "all/fedavg/seed1/summary.json").exists(), "it was stopped, not finished"
+        _wait(lambda: not _alive(process.pid))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _grows(files: list[Path], seconds: float = 2) -> bool:

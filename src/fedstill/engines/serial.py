@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import Inputs
+from fedstill.engines.allocator import keep_freed
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
@@ -98,6 +99,7 @@ class SerialEngine:
         """Nothing to end."""
 
     def _set_up(self, stage: Stage) -> None:
+        keep_freed()
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
         torch.backends.cudnn.deterministic = True
         set_products(self.precision)

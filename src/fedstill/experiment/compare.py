@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass, field, replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from threading import Lock, Thread
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -154,10 +155,11 @@ def _do(variant: Variant, jobs: int) -> tuple[int, str]:
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
     try:
-        if (variant.folder / "config.toml").is_file():
-            runner.resume(variant.folder, watch=watch)
-        else:
-            runner.run(variant.experiment, variant.folder, watch=watch)
+        with watch.working:
+            if (variant.folder / "config.toml").is_file():
+                runner.resume(variant.folder, watch=watch)
+            else:
+                runner.run(variant.experiment, variant.folder, watch=watch)
     except runner.Interrupted:
         return 1, "stopped; the same command goes on with it"
     except FedstillError as error:
@@ -187,17 +189,18 @@ def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
 
 
 class _Asked:
-    """Whether somebody pressed Ctrl-C, which the workers are told; a second time raises KeyboardInterrupt."""
+    """Whether somebody pressed Ctrl-C or ended it, which the workers are told; the second time it ends at once."""
 
     def __init__(self, event: Event) -> None:
         self.event, self.stop = event, False
 
     def __enter__(self) -> _Asked:
-        self._old = signal.signal(signal.SIGINT, self._ask)
+        self._old = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._old)
+        for number, old in self._old.items():
+            signal.signal(number, old)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
@@ -210,14 +213,23 @@ class _StopsWhenAsked:
     """A worker's watch: no display; a stop after the stage in which a signal came, or the comparison was ended."""
 
     event: ClassVar[Event]
+    working: ClassVar[Lock] = Lock()
 
     def __init__(self) -> None:
         self.asked = 0
 
     @classmethod
     def listen(cls, event: Event) -> None:
-        """Stop when this is set, too."""
+        """Stop when this is set, too; and do not wait for more work when there is nobody to give it."""
         cls.event = event
+        Thread(target=cls._end_with_parent, daemon=True).start()
+
+    @classmethod
+    def _end_with_parent(cls) -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        with cls.working:
+            os._exit(1)
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Take a signal; the second ends the process."""
