@@ -24,12 +24,13 @@ from fedstill.experiment.prepare import prepare
 from fedstill.experiment.runner import resume, run
 from fedstill.experiment.settings import settle
 from fedstill.experiment.site import code_in
+from fedstill.metrics.local import by_epoch
 from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
 
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
-WITH_REPLIES = {"local", "private_public"}
+WITH_REPLIES = {"local", "epochs", "private_public"}
 """Measured by clients within their stage."""
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
@@ -226,6 +227,35 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     assert found["diversity"]["gradients"] > 1
 
 
+@pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised", "flower"])
+def test_accuracy_after_an_epoch_is_that_of_training_so_long(engine: str, tmp_path: Path) -> None:
+    """A model after its e-th epoch is the one that a run of e epochs sends; epoch 0 is the model received."""
+
+    def last(epochs: int, *names: str) -> dict[str, Any]:
+        plan = {"epochs": epochs, "batch": 8, "lr": 0.1, "momentum": 0.9}
+        same = measured(*names, rounds=1, plan=plan, engine=engine)
+        return run(same, tmp_path / f"{epochs}{len(names)}", data=toys.blobs()).history[-1]
+
+    found = last(3, "local", "epochs")["by_epoch"]["train"]
+    shorter = [last(epochs, "local") for epochs in (1, 2, 3)]
+    for side in ("in_local_accuracy", "out_local_accuracy"):
+        assert found[side] == pytest.approx([shorter[0][f"received_{side}"], *(e[side] for e in shorter)], abs=1e-12)
+        assert found[f"{side}_std"][1:] == pytest.approx([e[f"{side}_std"] for e in shorter], abs=1e-12)
+    assert len(set(found["in_local_accuracy"])) > 1
+    assert found["clients"] == 4
+
+
+def test_clients_that_stop_earlier_leave_the_later_epochs(tmp_path: Path) -> None:
+    """By hand: two clients of two classes, of which one trains one epoch and the other two."""
+    one = {"name": "train", "label_counts": [3, 1], "correct_by_epoch": [[0, 4], [4, 0]]}
+    two = {"name": "train", "label_counts": [0, 8], "correct_by_epoch": [[4, 0], [2, 2], [0, 4]]}
+    found = by_epoch([one, two, {"name": "other"}], [4, 4])["by_epoch"]["train"]
+    assert found["in_local_accuracy"] == [0.125, 0.625, 1.0]
+    assert found["out_local_accuracy"] == [0.875, 0.375, 0.0]
+    assert found["in_local_accuracy_std"] == [0.125, 0.125, 0.0]
+    assert by_epoch([{"name": "other"}], [4, 4]) == {}
+
+
 def test_a_joint_tsne_keeps_classes_together(seen: tuple[Happened, dict[str, Any]]) -> None:
     got = seen[1]["tsne"]
     labels, x, y = np.array(got["labels"]), np.array(got["x"][-1]), np.array(got["y"][-1])
@@ -273,6 +303,10 @@ def test_in_a_chain_each_link_is_looked_at(tmp_path: Path) -> None:
             "measure tsne: models must be one architecture",
         ),
         ({"measure": ["local", "local"]}, "names the same measure twice"),
+        (
+            {"measure": ["epochs"], "plan": {"epochs": 0}},
+            r"measure epochs: no client trains .*; set plan\.epochs above 0",
+        ),
     ],
 )
 def test_a_measure_that_cannot_look_is_refused_by_name(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -282,12 +316,15 @@ def test_a_measure_that_cannot_look_is_refused_by_name(changes: dict[str, Any], 
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", [n for n in MEASURES if "client_data" in measures([n])[n].needs])
+AT_HOME = {"client_data", "test_at_clients"}
+
+
+@pytest.mark.parametrize("name", [n for n in MEASURES if AT_HOME & measures([n])[n].needs])
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
     ready = prepare(settle(measured(name)), toys.blobs())
     topology: Topology = ready.settings.topology
     setting = Setting(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
-    with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at clients' data"):
+    with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* leave flower\.data = 'sites' out"):
         check_fit(measures([name]), setting)
     check_fit(measures(["alignment", "local"]), setting)
 

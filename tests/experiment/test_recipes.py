@@ -60,6 +60,7 @@ def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     ("name", "cell", "section", "model"),
     [
         ("fedntd/table2", "*:s=2", "weights", "digits_cnn"),
+        ("fedntd/figure6", "*:s=2", "epochs", "digits_cnn"),
         ("fedntd/figure18", "FedAvg:IID", "sphere", "sphere_digits_cnn"),
         ("fedadkd/figure6", "FedAvg:*", "knowledge", "digits_cnn"),
     ],

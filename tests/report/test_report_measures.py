@@ -18,8 +18,8 @@ from fedstill.experiment import runner
 from fedstill.report.features import smoothed
 from fedstill.report.page import write_page
 
-ALL = ["local", "alignment", "divergence", "diversity", "personal", "units", "tsne", "landscape", "sphere"]
-SECTIONS = ["heterogeneity", "knowledge", "personal", "weights", "units", "tsne", "sphere", "landscape"]
+ALL = ["local", "epochs", "alignment", "divergence", "diversity", "personal", "units", "tsne", "landscape", "sphere"]
+SECTIONS = ["heterogeneity", "knowledge", "epochs", "personal", "weights", "units", "tsne", "sphere", "landscape"]
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +164,22 @@ def test_a_damaged_look_is_named_with_its_journal(
     with pytest.raises(CorruptFile, match=r"journal\.jsonl") as caught:
         write_page([folder], tmp_path / "r.html")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [3, {"train": []}, {"train": {"in_local_accuracy": [1.0]}}, {"train": {}}])
+def test_damaged_epochs_are_named_with_their_journal(damage: Any, looked: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(looked / "all" / "a0.5", tmp_path / "run"))
+    lines = [e | {"by_epoch": damage} if e["event"] == "round" else e for e in events(folder)]
+    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines))
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl: round 1 has by_epoch"):
+        write_page([folder], tmp_path / "r.html")
+
+
+def test_epochs_are_the_last_rounds(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    (last,) = [e for e in events(looked / "all" / "a0.5") if e["event"] == "round" and e["round"] == 2]
+    found = last["by_epoch"]["train"]
+    for figure, side in zip(page["epochs"], ("in_local_accuracy", "out_local_accuracy"), strict=True):
+        first = figure["data"][0]
+        assert first["y"] == pytest.approx(found[side], abs=1e-5)
+        assert first["error_y"]["array"] == pytest.approx(found[f"{side}_std"], abs=1e-5)
+        assert first["customdata"] == list(range(len(first["y"])))

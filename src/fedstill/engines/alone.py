@@ -23,13 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class How:
-    """How a stage trains: the same for all its clients."""
+    """How a stage trains: the same for all its clients. ``by_epoch``: keep each epoch's parameters, to measure them."""
 
     plan: Plan
     stage: Stage
     inputs: Inputs
     seed: int
     precision: str = "fp32"
+    by_epoch: bool = False
 
 
 class Alone:
@@ -63,7 +64,7 @@ class Alone:
             for i, index in enumerate(indices):
                 steps, last = steps + 1, i + 1 == len(indices)
                 n, done = len(index), ((steps, epoch + 1),)
-                yield Batch(index, index, None, epoch, n, i == 0, (n,), done, last)
+                yield Batch(index, index, None, epoch, n, i == 0, (n,), done, (0,) if last else ())
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of a batch."""

@@ -25,7 +25,8 @@ from fedstill.work import ClientWork
 class Trained:
     """What training gave: parameters and buffers, what ran, the mean of each objective term in the last epoch.
 
-    ``scores``: one for each epoch, where the plan asks for them.
+    ``scores``: one for each epoch, where the plan asks for them. ``by_epoch``: the parameters after each epoch, where
+    they are to be measured.
     """
 
     params: Tensors
@@ -33,6 +34,7 @@ class Trained:
     losses: Mapping[str, float]
     epochs: int = 0
     scores: tuple[float, ...] = ()
+    by_epoch: tuple[Tensors, ...] = ()
 
 
 def train(
@@ -44,13 +46,14 @@ def train(
     inputs: Inputs,
     seed: int,
     precision: str = "fp32",
+    by_epoch: bool = False,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
             torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
-        (trained,) = _Training(work, Alone(carry, view, How(plan, stage, inputs, seed, precision))).run()
+        (trained,) = _Training(work, Alone(carry, view, How(plan, stage, inputs, seed, precision, by_epoch))).run()
     return trained
 
 
@@ -73,6 +76,7 @@ class _Training:
         module = _in_training_mode(contract.module(spec), self.plan)
         self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, clients.now)
         self.sums = _Sums()
+        self.kept: dict[int, list[Tensors]] = {}
         self.settles = type(work).settle is not ClientWork.settle
         self.adjusts = type(work).adjust is not ClientWork.adjust
 
@@ -80,6 +84,7 @@ class _Training:
         best, batch = _Best(self.plan), None
         for batch in self.clients.batches():
             self.step(batch)
+            self.keep(batch)
             if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
@@ -87,9 +92,16 @@ class _Training:
         done = batch.done if batch else [(0, 0)] * len(split[0])
         losses = self.sums.means(len(split[0]))
         return [
-            Trained(params, Ran(steps, self.lr, trace), terms, epochs, tuple(best.scores))
-            for params, trace, terms, (steps, epochs) in zip(*split, losses, done, strict=True)
+            Trained(params, Ran(steps, self.lr, trace), terms, epochs, tuple(best.scores), tuple(self.kept.get(i, ())))
+            for i, (params, trace, terms, (steps, epochs)) in enumerate(zip(*split, losses, done, strict=True))
         ]
+
+    def keep(self, batch: Batch) -> None:
+        """Copy the parameters of clients whose epoch ends, if somebody wants to measure them."""
+        if self.clients.how.by_epoch and batch.ends:
+            each = self.clients.unstacked(self.params)
+            for i in batch.ends:
+                self.kept.setdefault(i, []).append(own_copies({k: v.detach() for k, v in each[i].items()}))
 
     def step(self, batch: Batch) -> None:
         """One step of every client that still trains; nothing here waits for a number from the device."""

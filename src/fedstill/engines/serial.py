@@ -69,7 +69,8 @@ class SerialEngine:
     because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
     float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are evaluated in
     whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
-    ``measures``: by what (``local``: on the common test set; ``private_public``: on held-out and public data).
+    ``measures``: by what (``local``: on the common test set; ``epochs``: so after every epoch; ``private_public``: on
+    held-out and public data).
     ``privacy``: what is done to logits before they leave a client.
     """
 
@@ -137,7 +138,8 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision)
+        by_epoch = self._epoch_by_epoch(stage)
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
@@ -156,14 +158,29 @@ class SerialEngine:
         self.memory.hold(view.client, memory)
         metrics |= work.report(params, carry, view, self.world)
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, begun.carry.params, params)
+        metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _due(self, stage: Stage) -> bool:
         return stage.round in self.measured or (stage.name == FIT and bool(self.measured))
 
-    def _measure(self, stage: Stage, view: View, start: Tensors, params: Tensors) -> dict[str, object]:
+    def _epoch_by_epoch(self, stage: Stage) -> bool:
+        """Whether local models of this stage are measured after every epoch."""
+        return (
+            "epochs" in self.measures and self._due(stage) and stage.view == "private" and SERVER not in stage.clients
+        )
+
+    def _by_epoch(self, view: View, models: Sequence[Tensors], test: Examples) -> dict[str, object]:
+        """What a model that trains knows of each class: as received, and after each epoch."""
+        began = time.perf_counter()
+        right = [self._right(view, params, test).tolist() for params in models]
+        seconds = time.perf_counter() - began
+        return {"label_counts": view.counts.tolist(), "correct_by_epoch": right, "seconds_epochs": seconds}
+
+    def _measure(
+        self, stage: Stage, view: View, start: Tensors, params: Tensors, epochs: Sequence[Tensors]
+    ) -> dict[str, object]:
         if view.test is not None and len(view.test) and params:
             return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
         if not self._due(stage) or not params:
@@ -175,6 +192,8 @@ class SerialEngine:
                 "label_counts": view.counts.tolist(),
                 "correct_by_class": self._right(view, params, test).tolist(),
             }
+        if epochs and test is not None:
+            found |= self._by_epoch(view, (start, *epochs), test)
         if "private_public" in self.measures:
             half = time.perf_counter()
             models = {"before": start, "after": params} if stage.view == "public" else {"after": params}

@@ -62,9 +62,11 @@ class Stack:
         there = [resident(v, self.device) for v in (index, rows, real.float(), epoch, sizes, first, sizes > 0)]
         counts, whole = sizes.tolist(), (sizes > 0).all(1).tolist()
         done = tuple((len(f), f[-1][0] + 1) for f in found)
+        last = [{i for i, (e, _) in enumerate(f) if i + 1 == len(f) or f[i + 1][0] > e} for f in found]
         for t in range(steps):
             at, r, mask, ages, n, begins, running = (v[t] for v in there)
-            yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), done, running=None if whole[t] else running)
+            ends = tuple(k for k, steps_of in enumerate(last) if t in steps_of)
+            yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), done, ends, None if whole[t] else running)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs (K, B, channels, H, W) and labels (K, B) of a batch; every client draws for its own real examples."""

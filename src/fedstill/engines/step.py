@@ -30,8 +30,8 @@ class Batch:
     ``index``: positions in a client's data; ``rows``: in the data of all clients, one below another; ``mask``: 1 for
     real examples, None where all are. Of one client a number, of K a (K,) tensor: ``epoch``; ``sizes``, the number of
     real examples; ``first``, whether the epoch begins; ``running``, whether the client still trains, None where all do.
-    On the host: ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``, whether
-    the (one) client's epoch ends.
+    On the host: ``counts``, the sizes again; ``done``, each client's steps and epochs with this one; ``ends``, the
+    places of the clients whose epoch ends.
     """
 
     index: Tensor
@@ -42,7 +42,7 @@ class Batch:
     first: bool | Tensor
     counts: tuple[int, ...]
     done: tuple[tuple[int, int], ...]
-    ends: bool = False
+    ends: tuple[int, ...] = ()
     running: Tensor | None = None
 
 

@@ -52,7 +52,7 @@ class VectorisedEngine(PooledEngine):
         if plan is None or len(clients) < 2 or any(why_not(self.world.model(c), plan) for c in clients):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
-        how = How(plan, stage, self.sites.inputs, seed, self.precision)
+        how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
         cohorts = self._cohorts(clients, plan)
         done = self._side_by_side(lambda cohort: self._cohort(work, how, cohort, downs), cohorts)
         replies = {client: reply for cohort in done for client, reply in cohort.items()}

@@ -108,7 +108,8 @@ def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
     out = []
     for path, (name, measure) in zip(settings["measure"], measures(settings["measure"]).items(), strict=True):
         times = 1 if measure.only_last else rounds
-        images = measure.images(len(test) if test else 0, found.clients, found.examples)
+        looks = 1 + found.trained // max(1, found.examples) if measure.each_epoch else 1
+        images = looks * measure.images(len(test) if test else 0, found.clients, found.examples)
         share = times * images / max(1, 3 * found.trained * found.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
     return out

@@ -20,7 +20,7 @@ from fedstill.experiment.prepare import Prepared
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
-from fedstill.metrics.local import local_accuracies
+from fedstill.metrics.local import AT_CLIENTS, by_epoch, local_accuracies
 from fedstill.metrics.private_public import private_public
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
@@ -132,6 +132,7 @@ class Measuring:
             **local_accuracies(replies, before["class_accuracy"], measured["class_accuracy"], self._totals()),
             **self._answers(replies, measured),
             **private_public(replies),
+            **by_epoch(replies, self._totals()),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
@@ -177,8 +178,8 @@ class Measuring:
     def _count_local(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Clients measure within their stage, so their seconds are in the stage's already."""
         spent = sum(e.get("seconds_measuring") or 0.0 for e in events)
-        own = sum(e.get("seconds_private_public") or 0.0 for e in events)
-        for name, seconds in (("local", spent - own), ("private_public", own)):
+        own = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in AT_CLIENTS}
+        for name, seconds in {"local": spent - sum(own.values()), **own}.items():
             if seconds > 0:
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

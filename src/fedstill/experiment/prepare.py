@@ -47,8 +47,8 @@ class Prepared:
 
     @property
     def measured(self) -> frozenset[int]:
-        """The rounds in which clients measure their own models: those of ``local`` and ``private_public``."""
-        asked = {"local", "private_public"} & set(self.settings["measure"])
+        """The rounds in which clients measure their own models, for ``local``, ``epochs`` and ``private_public``."""
+        asked = {"local", "epochs", "private_public"} & set(self.settings["measure"])
         return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
     @property

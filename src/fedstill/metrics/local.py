@@ -10,6 +10,9 @@ import numpy as np
 from fedstill.metrics.accuracy import class_accuracy, in_local_accuracy, out_local_accuracy
 from fedstill.metrics.values import Numbers, values, weighted_mean
 
+AT_CLIENTS = ("private_public", "epochs")
+"""Measures beside ``local`` that clients take, and whose seconds stand in their events as ``seconds_NAME``."""
+
 
 def local_accuracies(
     clients: Sequence[Mapping[str, Any]], received: Sequence[Any], aggregated: Sequence[Any], totals: Sequence[int]
@@ -39,6 +42,36 @@ def local_accuracies(
     for model, accuracy_by_class in (("received", received), ("global", aggregated)):
         out[f"{model}_in_local_accuracy"] = in_local_accuracy(accuracy_by_class, mean_share)
         out[f"{model}_out_local_accuracy"] = out_local_accuracy(accuracy_by_class, mean_share)
+    return out
+
+
+def by_epoch(clients: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[str, dict[str, dict[str, Any]]]:
+    """In- and out-local accuracy of models in training: as received, and after each local epoch.
+
+    clients: events with their stage's ``name``, ``correct_by_epoch`` (epochs + 1, C) and ``label_counts`` (C,), others
+    are passed over; totals: test examples by class (C,). Gives ``{"by_epoch": {stage: {...}}}`` with lists over epochs
+    of the means over clients, plain and weighted by size, and of the spread (population); a client that stopped earlier
+    is left out from there on. Empty if no client was measured. Source: FedNTD, figure 6.
+    """
+    stages: dict[str, list[Mapping[str, Any]]] = {}
+    for event in clients:
+        if "correct_by_epoch" in event:
+            stages.setdefault(event["name"], []).append(event)
+    found = {name: _epochs(events, totals) for name, events in stages.items()}
+    return {"by_epoch": found} if found else {}
+
+
+def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[str, Any]:
+    out: dict[str, Any] = {"clients": len(events)}
+    for epoch in range(max(len(e["correct_by_epoch"]) for e in events)):
+        there = [e for e in events if epoch < len(e["correct_by_epoch"])]
+        local = [class_accuracy(e["correct_by_epoch"][epoch], totals) for e in there]
+        counts = np.asarray([e["label_counts"] for e in there], dtype=np.float64)
+        shares, sizes = counts / counts.sum(1, keepdims=True), counts.sum(1)
+        for side, accuracy in (("in", in_local_accuracy), ("out", out_local_accuracy)):
+            found = [accuracy(a, p) for a, p in zip(local, shares, strict=True)]
+            for key, value in over_clients(found, sizes).items():
+                out.setdefault(f"{side}_local_accuracy{key}", []).append(value)
     return out
 
 

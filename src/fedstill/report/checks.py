@@ -26,6 +26,9 @@ ROUND = (
 )
 """What is read of a round; each a number, or null."""
 
+EPOCHS = tuple(f"{side}_local_accuracy{k}" for side in ("in", "out") for k in ("", "_std"))
+"""What is read of a stage that was measured epoch by epoch; each a list of numbers."""
+
 CLIENT = ("seconds", "seconds_training", "seconds_measuring", "client", "round")
 """What is read of a client's event; each a number, or null."""
 
@@ -45,6 +48,7 @@ def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], cli
             raise CorruptFile(f"{path}: round {number} has no accuracy")
         _check_measures(path, event, f"round {number}", classes)
         _check_by_client(path, event, f"round {number}")
+        _check_by_epoch(path, event, f"round {number}")
         before = number
     for event in clients:
         _check_numbers(path, event, f"an event of client {event.get('client')!r}", CLIENT)
@@ -81,6 +85,15 @@ def _check_by_client(path: Path, event: Event, where: str) -> None:
         ids = isinstance(found, dict) and all(str(c).isdecimal() for c in found)
         if not ids or not all(_is_number(v) and v is not None for v in found.values()):
             raise CorruptFile(f"{path}: {where} has {key} that is not a number for each client")
+
+
+def _check_by_epoch(path: Path, event: Event, where: str) -> None:
+    stages = event.get("by_epoch", {})
+    for found in stages.values() if isinstance(stages, dict) else [stages]:
+        curves = [found.get(k) for k in EPOCHS] if isinstance(found, dict) else [None]
+        count = len(curves[0]) if isinstance(curves[0], list) else 0
+        if not count or not all(_are_numbers(c, count) for c in curves):
+            raise CorruptFile(f"{path}: {where} has by_epoch that is not lists of numbers of one length")
 
 
 def _check_numbers(path: Path, event: Event, where: str, keys: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fedstill.errors import CorruptFile
 from fedstill.experiment.journal import Event
+from fedstill.metrics.local import AT_CLIENTS
 from fedstill.report.groups import Group
 from fedstill.report.runs import JOURNAL, Run
 
@@ -60,14 +61,16 @@ def reading(look: Look) -> Iterator[Event]:
 
 
 def seconds(group: Group) -> dict[str, float]:
-    """Seconds a run by measure, mean over seeds; ``local`` at the clients."""
+    """Seconds a run by measure, mean over seeds; some are taken by clients."""
     total: dict[str, float] = {}
     for run in group.started:
         for event in run.measures:
             total[event["measure"]] = total.get(event["measure"], 0.0) + float(event.get("seconds") or 0.0)
-        own = sum(e.get("seconds_measuring") or 0.0 for e in run.clients)
-        if own:
-            total["local"] = total.get("local", 0.0) + own
+        own = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in run.clients) for name in AT_CLIENTS}
+        spent = sum(e.get("seconds_measuring") or 0.0 for e in run.clients)
+        for name, took in {"local": spent - sum(own.values()), **own}.items():
+            if took > 0:
+                total[name] = total.get(name, 0.0) + took
     return {k: v / len(group.started) for k, v in total.items()}
 
 

@@ -143,6 +143,7 @@ METRICS: Mapping[str, Callable[[Any], bool]] = {
     "site_accuracy": lambda v: _number(v) and 0 <= v <= 1,
     "label_counts": _counts,
     "correct_by_class": _counts,
+    "correct_by_epoch": lambda v: isinstance(v, list) and all(map(_counts, v)),
 }
 """What the engine reports beside a payload, and what it must look like; a method's own reports are plain values."""
 
@@ -156,7 +157,8 @@ def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in TAKEN or not METRICS.get(name, _plain)(value):
             raise BadPayload(f"its report {name[:40]!r} is malformed")
-    if len(given.get("label_counts", ())) != len(given.get("correct_by_class", ())):
+    counted = [given[k] for k in ("correct_by_class",) if k in given] + given.get("correct_by_epoch", [])
+    if any(len(c) != len(given.get("label_counts", ())) for c in counted or [[]]):
         raise BadPayload("its counts by class differ in length")
     return dict(given)
 

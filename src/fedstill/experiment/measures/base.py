@@ -84,12 +84,14 @@ class Measure:
 
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
     of one architecture), "features" (a model with a body), "plane" (features of two numbers), "client_data" (only a
-    simulation has them).
+    simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients that train on their data).
+    ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     only_last: ClassVar[bool] = False
+    each_epoch: ClassVar[bool] = False
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Numbers for the journal, without times; None where there is nothing to see in this stage."""

@@ -76,6 +76,10 @@ def _lacks(need: str, setting: Setting) -> str:
         return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
     if need == "test" and not setting.tested:
         return "it looks at a common test set, and there is none; give the server one with data.name"
+    if need == "test_at_clients" and not setting.simulated:
+        return "clients measure it on the common test set, which real sites lack; leave flower.data = 'sites' out"
+    if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):
+        return "no client trains on its own data here; set plan.epochs above 0"
     if need == "client_data" and not setting.simulated:
         return "it looks at clients' data, which a server sees in a simulation only; leave flower.data = 'sites' out"
     return ""
@@ -84,6 +88,11 @@ def _lacks(need: str, setting: Setting) -> str:
 def _sends_models(stage: Stage, setting: Setting) -> bool:
     client = stage.clients[0]
     return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
+
+
+def _trains(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)
 
 
 def _width(spec: Any) -> int:
