@@ -40,6 +40,11 @@ def close(ready_one, ready_two, rounds: int | None = None) -> None:
         ({"name": "feddkd", "nckd_mode": "mask1000"}, {"name": "feddkd", "nckd_mode": "removed"}),
         ({"name": "feddkd", "tckd": "target", "nckd_mode": "slice"}, {"name": "kd"}),
         ({"name": "feddkd", "alpha": 0.0, "beta": 0.0}, {"name": "fedavg"}),
+        (
+            {"name": "feddkd_groups", "alpha": 0.7, "alpha_first": 0.7},
+            {"name": "feddkd", "alpha": 0.7, "tckd": "target"},
+        ),
+        ({"name": "feddkd_groups", "first": 1.0, "alpha_first": 0.0}, {"name": "fedntd"}),
         ({"name": "fedntd_asd", "weight": 0.0}, {"name": "fedavg"}),
         ({"name": "fedntd_asd", "b1": 0.0, "b2": 0.0}, {"name": "fedntd"}),
         ({"name": "fedavg_asd", "b1": 0.0, "b2": 0.0}, {"name": "kd"}),

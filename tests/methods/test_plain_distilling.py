@@ -121,6 +121,22 @@ def test_feddkd(fields: dict[str, str], first: Term, second: Term) -> None:
     check_matters(ours, ready)
 
 
+def test_feddkd_of_two_groups() -> None:
+    """Of six clients the first three have an alpha of their own."""
+    ready = ready_for({"name": "feddkd_groups", "alpha": 0.4, "alpha_first": 2.0, "first": 0.5, "beta": 0.6})
+    ours, fed = drive(ready)[0][-1].params, Federation(ready)
+
+    def of_group(fed: Federation, cohort: list[int], known: dict[int, float]) -> dict[int, float]:
+        return {c: 2.0 / 0.4 if c in (0, 1, 2) else 1.0 for c in cohort}
+
+    loss = decoupled(target, removed, 0.4, 0.6, 1.0)
+    check(ours, run_plainly(fed, loss, of_group))
+    check_matters(ours, ready)
+    for alpha in (0.4, 2.0):
+        same = run_plainly(fed, decoupled(target, removed, alpha, 0.6, 1.0))
+        assert max(float((ours[k] - same[k]).abs().max()) for k in ours) > 1e-4
+
+
 def gini(fed: Federation, client: int) -> float:
     return float(1 - (fed.shares(client) ** 2).sum())
 

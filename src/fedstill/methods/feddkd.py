@@ -6,6 +6,8 @@ Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillat
 Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's published formula equals
 removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for it. "mask1000" is DKD's formula, "slice" the
 not-true part of the divergence over all classes.
+Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not say how: here one group
+is the first clients, as the partition ``hybrid`` numbers them, and each group has an alpha (``feddkd_groups``).
 Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
 """
 
@@ -17,11 +19,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedstill.fields import NonNegative, Positive
+from fedstill.fields import NonNegative, Positive, Share
 from fedstill.losses import nckd, nckd_slice, nckd_zero, target_kl, tckd
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
-from fedstill.records import Carry, Stage, Step
+from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -45,6 +47,23 @@ class FedDKD(FedAvg):
         return Decoupled(self)
 
 
+@method("feddkd_groups")
+@dataclass(frozen=True)
+class FedDKDOfGroups(FedDKD):
+    """FedDKD in which the first clients have a true-class weight of their own, ``alpha_first``.
+
+    ``first``: their share of all clients, rounded to whole ones: of a ``hybrid`` split its ``iid_share`` makes them the
+    IID clients. Source: FedADKD's paper, section II.B and figure 4.
+    """
+
+    tckd: Literal["target", "binary"] = "target"
+    first: Share = 0.1
+    alpha_first: NonNegative = 1.0
+
+    def work(self, stage: Stage) -> ClientWork:
+        return OfGroups(self)
+
+
 @dataclass(frozen=True)
 class Decoupled(FromGlobal):
     """Cross-entropy, alpha times TCKD (times phi, if the client was sent one), beta times NCKD."""
@@ -53,9 +72,21 @@ class Decoupled(FromGlobal):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each
-        phi = carry.constants.get("phi", 1.0)
+        alpha = carry.constants.get("phi", 1.0) * carry.constants.get("alpha", m.alpha)
         return {
             **super().terms(step, carry),
-            "true_class": phi * m.alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
+            "true_class": alpha * TCKD[m.tckd](student, teacher, step.y, m.temperature),
             "other_classes": m.beta * NCKD[m.nckd_mode](student, teacher, step.y, m.temperature),
         }
+
+
+@dataclass(frozen=True)
+class OfGroups(Decoupled):
+    """FedDKD's objective with the alpha of the client's group."""
+
+    method: FedDKDOfGroups
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        carry, m = super().begin(down, memory, view, world), self.method
+        alpha = m.alpha_first if view.client < round(m.first * world.clients) else m.alpha
+        return Carry(carry.params, carry.teachers, constants={"alpha": alpha})

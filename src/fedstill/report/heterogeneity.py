@@ -1,13 +1,13 @@
-"""Forgetting and accuracy against how unevenly the data are split, over runs that differ in nothing else."""
+"""Forgetting and accuracy against one number in which runs differ: of the split, or of the method."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.figures import COLOURS, PERCENT, Figure, layout, plain, rounded
-from fedstill.report.groups import Group, differing, labels_of
+from fedstill.report.groups import Group, differing, labels_of, method_of
 from fedstill.report.markup import Html, figure, grid, section, sentence
 
 NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
@@ -16,28 +16,56 @@ SAYS = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is 
 
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
-    figures = []
-    for key in _varied(groups):
-        series = _series(groups, key)
-        if not series:
-            continue
-        name = key.rpartition(".")[2]
-        hint = f" ({SAYS[name]})" if name in SAYS else ""
-        for measure, title in (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")):
-            says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
-            figures.append(figure([_drawn(series, measure, name)], says, f"{title} against {name}"))
-    if not figures:
-        return None
+    figures = _figures(groups, "partition")
     says = (
         "Each line is one method on splits that differ in one number only. A method that holds against uneven data has "
         "a flat line."
     )
-    return section("The more uneven the data", sentence(says), grid(figures), name="heterogeneity")
+    name = "heterogeneity"
+    return section("The more uneven the data", sentence(says), grid(figures), name=name) if figures else None
 
 
-def _varied(groups: Sequence[Group]) -> list[str]:
-    keys = [k for k in differing([g.settings for g in groups]) if k.startswith("partition.") and k not in NOT_THAT]
+def sensitivity(groups: Sequence[Group]) -> Html | None:
+    """Accuracy and forgetting over a number of the method; None if none varies with all else equal."""
+    figures = _figures(groups, "method")
+    says = (
+        "Each line is one method on one split, whose runs differ in one number only; dotted: what else ran on that "
+        "split. A flat line needs no tuning."
+    )
+    name = "sensitivity"
+    return section("How much a setting matters", sentence(says), grid(figures), name=name) if figures else None
+
+
+def _figures(groups: Sequence[Group], table: str) -> list[Html]:
+    figures = []
+    for key in _varied(groups, f"{table}."):
+        series = _series(groups, key)
+        if not series:
+            continue
+        name = key.rpartition(".")[2]
+        hint = f" ({SAYS[name]})" if name in SAYS and table == "partition" else ""
+        for measure, title in (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")):
+            says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
+            beside = _beside(groups, series) if table == "method" else []
+            figures.append(figure([_drawn(series, measure, name, beside)], says, f"{title} against {name}"))
+    return figures
+
+
+def _varied(groups: Sequence[Group], prefix: str) -> list[str]:
+    keys = [k for k in differing([g.settings for g in groups]) if k.startswith(prefix) and k not in NOT_THAT]
     return [k for k in keys if any(_number(g.settings.get(k)) for g in groups)]
+
+
+def _beside(groups: Sequence[Group], series: Mapping[str, Sequence[tuple[float, Group]]]) -> list[Group]:
+    """Groups of other methods, on the splits and with the plans of those that are drawn."""
+    drawn = [g for points in series.values() for _, g in points]
+    methods, around = {method_of(g.settings) for g in drawn}, {_around(g) for g in drawn}
+    return [g for g in groups if method_of(g.settings) not in methods and _around(g) in around]
+
+
+def _around(group: Group) -> str:
+    rest = {k: v for k, v in group.settings.items() if not k.startswith("method.")}
+    return json.dumps(rest, sort_keys=True, default=str)
 
 
 def _number(value: Any) -> bool:
@@ -55,8 +83,10 @@ def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Gr
     return {name: sorted(b, key=lambda pair: pair[0]) for name, b in zip(names, kept, strict=True)}
 
 
-def _drawn(series: dict[str, list[tuple[float, Group]]], measure: str, name: str) -> Figure:
-    data = []
+def _drawn(
+    series: dict[str, list[tuple[float, Group]]], measure: str, name: str, beside: Sequence[Group] = ()
+) -> Figure:
+    data: list[dict[str, Any]] = []
     for i, (label, points) in enumerate(series.items()):
         found = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
         data.append(
@@ -72,7 +102,25 @@ def _drawn(series: dict[str, list[tuple[float, Group]]], measure: str, name: str
                 "marker": {"size": 7},
             }
         )
+    data += _dotted(series, beside, measure)
     values = sorted({x for points in series.values() for x, _ in points})
     axis = {"title": {"text": name}, "tickmode": "array", "tickvals": values, "ticktext": [f"{v:g}" for v in values]}
     log = {"type": "log"} if values[0] > 0 else {}
     return {"data": data, "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT)}
+
+
+def _dotted(
+    series: Mapping[str, Sequence[tuple[float, Group]]], beside: Sequence[Group], measure: str
+) -> list[dict[str, Any]]:
+    """A level line for each other method, in the colour of the line that it stands beside."""
+    data = []
+    for i, points in enumerate(series.values()):
+        xs, around = [x for x, _ in points], _around(points[0][1])
+        for group in (g for g in beside if _around(g) == around):
+            level = group.mean_spread(measure)
+            if level is not None:
+                line = {"color": COLOURS[i % len(COLOURS)], "width": 1.5, "dash": "dot"}
+                level_line = {"x": [min(xs), max(xs)], "y": [rounded(level.mean)] * 2, "line": line}
+                about = {"name": plain(group.label), "hovertemplate": "%{y:.2%}"}
+                data.append({"type": "scatter", "mode": "lines", **about, **level_line})
+    return data

@@ -15,10 +15,11 @@ from fedstill.report import sections
 from fedstill.report.asked import asked, probed
 from fedstill.report.chain import chain
 from fedstill.report.clients import clients
+from fedstill.report.epochs import epochs
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
-from fedstill.report.heterogeneity import heterogeneity
+from fedstill.report.heterogeneity import heterogeneity, sensitivity
 from fedstill.report.knowledge import knowledge
 from fedstill.report.landscapes import landscape
 from fedstill.report.markup import Html, escape, facts
@@ -60,10 +61,12 @@ def page(compared: Sequence[Group]) -> str:
         asked(compared, style),
         sections.over_rounds(compared, style),
         heterogeneity(compared),
+        sensitivity(compared),
         sections.class_maps(compared, style),
         sections.split(compared),
         probed(compared),
         knowledge(compared, style),
+        epochs(compared, style),
         clients(compared, style),
         personal(compared, style),
         weights(compared, style),
