@@ -61,7 +61,9 @@ def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     [
         ("fedntd/table2", "*:s=2", "weights", "digits_cnn"),
         ("fedntd/figure6", "*:s=2", "epochs", "digits_cnn"),
-        ("fedntd/figure18", "FedAvg:IID", "sphere", "sphere_digits_cnn"),
+        ("fedntd/figure18", "FedAvg:*", "sphere", "sphere_digits_cnn"),
+        ("fedntd/figure21", "*:*", "joint", "digits_cnn"),
+        ("fedadkd/figure4", "IID alpha [05]:*", "sensitivity", "digits_cnn"),
         ("fedadkd/figure6", "FedAvg:*", "knowledge", "digits_cnn"),
     ],
 )

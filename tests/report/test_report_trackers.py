@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from run_journals import events
 
+import toys
 from fedstill.errors import ConfigError
+from fedstill.experiment import runner
 from fedstill.report.trackers import export, export_tensorboard
 
 
@@ -36,6 +38,20 @@ def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) ->
     assert ("class_accuracy/class 4", said[-1]["class_accuracy"][4], 3) in taken
     assert {n for name, _, n in taken if name == "accuracy"} == {0, 1, 2, 3}
     assert taken[-1][0] == "closed"
+
+
+def test_a_tracker_gets_what_measures_saw(tmp_path: Path) -> None:
+    Kept.every = {}
+    changes = {"model": {"name": "mlp", "hidden": (8,)}, "rounds": 2, "measure_every": 1}
+    runner.run(toys.toy(measure=["alignment", "divergence"], **changes), tmp_path / "run", data=toys.blobs())
+    export([tmp_path / "run"], tmp_path / "out", Kept)
+    (taken,) = Kept.every.values()
+    for event in (e for e in events(tmp_path / "run") if e["event"] == "measure"):
+        key, value = "divergence/mean_l2", event.get("mean_l2")
+        if event["measure"] == "alignment":
+            key, value = "alignment/layers/features/local", event["layers"]["features"]["local"]
+        assert (key, value, event["round"]) in taken
+    assert not [name for name, *_ in taken if name.endswith(("/round", "/stage"))]
 
 
 def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> None:

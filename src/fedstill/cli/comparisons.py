@@ -109,10 +109,12 @@ def carry_out(
     from fedstill.experiment import compare as compared
     from fedstill.report import terminal
 
-    with terminal.CompareBar(sum(compared.rounds_of(v) for v in runs), quiet=quiet) as bar:
+    rounds = sum(compared.rounds_of(v) for v in compared.with_starts(runs))
+    with terminal.CompareBar(rounds, quiet=quiet) as bar:
         outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show)
     screen = terminal.console()
-    begun = [o.variant.folder for o in outcomes if o.done]
+    asked = {v.folder for v in runs}
+    begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
     if begun:
         from fedstill.report.groups import groups
         from fedstill.report.page import write_page

@@ -27,13 +27,15 @@ def reproduce(
     table: bool = False,
     quiet: Quiet = False,
 ) -> int:
-    """Run a paper's table, going on where it stopped, and print ours beside the paper's; without a name, list them.
+    """Run a paper's table or figure, going on where it stopped, and print ours beside the paper's; no name: list them.
+
+    Pictures are in the report that it writes; docs/papers.md says which recipe and which section is which figure.
 
     Parameters
     ----------
     recipe: A table by name, e.g. fedadkd/table2.
     cells: Only these, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". Unset, all.
-    rounds: Other than the paper's.
+    rounds: Other than the paper's; where cells start from another run's model, the rounds of that run.
     seeds: How many seeds: 1, 2, 3, ...
     data: Another data set than the paper's, in all columns.
     out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.

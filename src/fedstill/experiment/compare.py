@@ -31,12 +31,13 @@ SAME_BITS = ("serial", "pooled")
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a comparison: what is varied, as text, its seed, and where it goes."""
+    """One run of a comparison: what is varied, as text, its seed, where it goes, and the run that it starts from."""
 
     label: str
     seed: int
     experiment: Experiment
     folder: Path
+    after: Variant | None = None
 
 
 @dataclass
@@ -98,6 +99,16 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
     return Variant(label, settle(with_seed)["seed"], with_seed, folder / f"seed{seed}")
 
 
+def with_starts(runs: Sequence[Variant]) -> list[Variant]:
+    """The runs, each behind the one that it starts from; a start that several share is there once."""
+    found: dict[Path, Variant] = {}
+    for run in runs:
+        for one in (run.after, run):
+            if one is not None:
+                found.setdefault(one.folder, one)
+    return list(found.values())
+
+
 def new_folder(name: str) -> Path:
     """A folder under ``runs/`` that is not there yet."""
     return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
@@ -117,10 +128,11 @@ def jobs_that_fit() -> int:
 def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
-    ``watch`` is called a few times a second. A run that fails does not stop the others. The first Ctrl-C lets running
-    stages end and starts nothing new; the second ends at once. Raises RunExists for a folder that holds another run.
+    A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
+    fails does not stop the others. The first Ctrl-C lets running stages end and starts nothing new; the second ends at
+    once. Raises RunExists for a folder that holds another run.
     """
-    outcomes = [Outcome(v, rounds_of(v)) for v in runs]
+    outcomes = [Outcome(v, rounds_of(v)) for v in with_starts(runs)]
     for outcome in outcomes:
         _check_folder(outcome.variant)
     context = multiprocessing.get_context("forkserver")
@@ -129,8 +141,8 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     with asked, ProcessPoolExecutor(jobs, context, _StopsWhenAsked.listen, (asked.event,)) as pool:
         waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
         while waiting or running:
-            while waiting and len(running) < jobs and not asked.stop:
-                outcome = waiting.pop(0)
+            while len(running) < jobs and not asked.stop and (outcome := _next(waiting, outcomes)):
+                waiting.remove(outcome)
                 outcome.state = "running"
                 running[pool.submit(_do, outcome.variant, jobs)] = outcome
             if asked.stop and not running:
@@ -142,6 +154,12 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
                 outcome.follow()
             watch(outcomes)
     return outcomes
+
+
+def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The first that waits for no other run; None if all do."""
+    open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
+    return next((o for o in waiting if o.variant.after is None or o.variant.after.folder not in open_), None)
 
 
 def _do(variant: Variant, jobs: int) -> tuple[int, str]:

@@ -26,6 +26,7 @@ TOP: Fields = {
     "device": (Literal["cpu", "cuda", "auto"], "cpu"),
     "precision": (Literal["fp32", "bf16", "tf32"], "fp32"),
     "reuse": (bool, True),
+    "start_from": (str, ""),
     "measure": (tuple[str, ...], ("local",)),
     "measure_every": (Count, 10),
 }
@@ -115,6 +116,7 @@ class Experiment:
     device: Any = TOP["device"][1]
     precision: Any = TOP["precision"][1]
     reuse: Any = TOP["reuse"][1]
+    start_from: Any = TOP["start_from"][1]
     measure: Any = TOP["measure"][1]
     measure_every: Any = TOP["measure_every"][1]
     data: Any = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Measuring:
     start: dict[str, Any] = field(default_factory=dict)
     spent: float = 0.0  # seconds of this round's measures
     seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
+    folder: Path | None = None  # the run's directory
     _replies: list[dict[str, Any]] = field(default_factory=list)
     _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
     _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
@@ -185,7 +187,9 @@ class Measuring:
 
     def _room(self) -> Room | None:
         sites = self.prepared.sites
-        return Room(self.prepared.world, sites.common_test, sites.inputs, sites) if sites.common_test else None
+        if sites.common_test is None:
+            return None
+        return Room(self.prepared.world, sites.common_test, sites.inputs, sites, self.folder)
 
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events

@@ -29,6 +29,7 @@ from fedstill.experiment.engine import ENGINES, resolved
 from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
 from fedstill.experiment.public_data import set_apart
 from fedstill.experiment.settings import Settings
+from fedstill.experiment.starting import weights
 from fedstill.experiment.world import Federation
 from fedstill.fitting import FIT
 from fedstill.method import ALONE
@@ -86,7 +87,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     classes = len(dataset.classes)
     parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
     shape = tuple(dataset.train.images.shape[1:])
-    world = world_of(settings, shape, classes, len(public) if public else 0)
+    world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
     world = replace(world, queries=asked(settings, label_counts(train.labels, parts, classes)))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings["data"]["augment"]))
     sites = SimulatedSites(
@@ -105,6 +106,13 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     )
     _check_fit(Prepared(settings, dataset, world, sites))
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
+
+
+def started(settings: Settings, world: Federation) -> Federation:
+    """The world in which the server's architecture has the parameters that ``start_from`` names, if it names any."""
+    if not settings.start_from:
+        return world
+    return replace(world, _initial={world.server_model: weights(settings.start_from, world.server_model)})
 
 
 def on_sites(settings: Settings) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -41,7 +41,10 @@ class Published:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all have in common."""
+    """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all have in common.
+
+    ``starts``: further runs by name, from whose models the cells start that say ``start_from = "NAME"``.
+    """
 
     name: str
     paper: str
@@ -50,6 +53,7 @@ class Recipe:
     columns: Mapping[str, Mapping[str, Any]]
     published: Mapping[tuple[str, str], Published]
     measures: tuple[str, ...] = USUAL
+    starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
         """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all if there is none.
@@ -69,14 +73,29 @@ class Recipe:
     def variants(
         self, cells: Sequence[tuple[str, str]], seeds: Sequence[int], changes: Mapping[str, Any], out: Path
     ) -> list[Variant]:
-        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size, other data)."""
+        """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size, other data).
+
+        Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as long as it is.
+        """
         found = []
         for row, column in cells:
             tree = {**self.common, **self.columns[column], **self.rows[row]}
-            experiment = from_tree(tree, {}, None).with_values({"threads": 1, **changes}, "command line")
-            folder = out / f"{column} {row}".replace("/", "-").replace(":", "-").replace(" ", "_")
-            found += [seeded(f"{row} | {column}", experiment, seed, folder) for seed in seeds]
+            folder = _folder(out, f"{column} {row}")
+            for seed in seeds:
+                start = tree.get("start_from", "")
+                after = self._start(start, seed, changes, out) if start else None
+                own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
+                own |= {"start_from": str(after.folder)} if after else {}
+                experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
+                found.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
         return found
+
+    def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
+        if name not in self.starts:
+            raise UnknownName("start", name, self.starts, where=self.name)
+        experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
+        changed = experiment.with_values({"threads": 1, **changes}, "command line")
+        return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:
         """Where its runs go unless said otherwise: a folder of its own for every reduced size."""
@@ -102,6 +121,7 @@ def load(name: str) -> Recipe:
     text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
     tree = tomllib.loads(text)
     measures = tuple(tree.pop("measures", USUAL))
+    starts = tree.pop("starts", {})
     if set(tree) != TOP:
         raise ConfigError(f"recipe {name}: it has {sorted(tree)}, and must have {sorted(TOP)}")
     published: dict[tuple[str, str], Published] = {}
@@ -112,7 +132,11 @@ def load(name: str) -> Recipe:
                 raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
             values = {k: v for k, v in cell.items() if k not in APART}
             published[row, column] = Published(values, **{k: cell[k] for k in APART if k in cell})
-    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures)
+    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts)
+
+
+def _folder(out: Path, label: str) -> Path:
+    return out / label.replace("/", "-").replace(":", "-").replace(" ", "_")
 
 
 def _is_toml(file: Traversable) -> bool:

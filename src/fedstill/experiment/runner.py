@@ -30,6 +30,7 @@ from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.result import Result, summary_of, write_result
 from fedstill.experiment.settings import Settings, settle
 from fedstill.experiment.simulated import simulate
+from fedstill.experiment.starting import seal
 from fedstill.experiment.submitted import elsewhere, submit
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
@@ -156,7 +157,7 @@ class _Driver:
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
-        self.measuring = Measuring(self.prepared)
+        self.measuring = Measuring(self.prepared, folder=self.folder)
         self.saving = 0.0
         self.before: State | None = None
         self.stages: Sequence[Stage] = ()
@@ -254,6 +255,7 @@ class _Driver:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "sources": self._sources(),
+            **({"start_from": seal(start)} if (start := self.settings.start_from) else {}),
         }
 
     def _sources(self) -> dict[str, str]:
@@ -268,3 +270,5 @@ class _Driver:
         for path, sha in self._sources().items():
             if start["sources"].get(path) != sha:
                 raise CorruptFile(f"{path} is not the file that the run was started with; put that one back to resume")
+        if (place := self.settings.start_from) and start.get("start_from") != seal(place):
+            raise CorruptFile(f"{place} holds another model than when the run was started; put that one back to resume")

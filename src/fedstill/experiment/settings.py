@@ -56,6 +56,11 @@ class Settings:
         return self.tree[key]
 
     @property
+    def start_from(self) -> str:
+        """The model that the run starts from; empty for drawn weights."""
+        return str(self.tree.get("start_from", ""))
+
+    @property
     def many_threads(self) -> tuple[int, int]:
         """Torch threads in a stage of many clients, and in one of a single client."""
         many, one = self.tree["threads"]
@@ -75,6 +80,7 @@ def settle(experiment: Experiment) -> Settings:
     check_precision(top["precision"], top["device"])
     top["measure"] = tuple(_resolved_name("measure", n, experiment.base) for n in top["measure"])
     measures(top["measure"])
+    started = str(_place(start, experiment.base, "start_from")) if (start := top.pop("start_from")) else ""
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
     if data["public_from"] not in ("train", "noise"):
@@ -92,10 +98,13 @@ def settle(experiment: Experiment) -> Settings:
     model_values = _values(experiment, "model", default)
     partition_values = _values(experiment, "partition", default)
     flower = _flower(experiment)
+    if started and top["engine"] == "flower" and flower["federation"]:
+        raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     plans = _plans(method, experiment.table("plan"), topology_values)
     _check_rounds(top, topology_values)
     tree = {
         **top,
+        **({"start_from": started} if started else {}),
         "data": data,
         "partition": partition_values,
         "topology": {**topology_values, "clients": clients},

@@ -94,20 +94,26 @@ def _places(look: Look, by: str) -> Figure:
         if by == "class":
             for c in sorted(set(labels)):
                 own = [(x[m][i], y[m][i]) for m in range(len(models)) for i, v in enumerate(labels) if v == c]
-                traces.append(_dots(plain(_class_name(look, c)), own, class_colour(c), 4))
+                traces.append(dots(plain(class_name(look, c)), own, class_colour(c), 4))
         else:
             local = [m for m in models if m not in GLOBALS]
             for name in [*local, *(m for m in models if m in GLOBALS)]:
                 colour = GLOBALS.get(name) or class_colour(local.index(name))
                 m = models.index(name)
                 traces.append(
-                    _dots(plain(name), list(zip(x[m], y[m], strict=True)), colour, 5 if name in GLOBALS else 4)
+                    dots(plain(name), list(zip(x[m], y[m], strict=True)), colour, 5 if name in GLOBALS else 4)
                 )
+    return on_plane(traces)
+
+
+def on_plane(traces: Sequence[dict[str, Any]]) -> Figure:
+    """Points without axes, as t-SNE's have no units."""
     about = layout(height=460, hovermode="closest", xaxis=NONE, yaxis={**NONE, "scaleanchor": "x"})
-    return {"data": traces, "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
+    return {"data": list(traces), "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
 
 
-def _dots(name: str, points: Sequence[tuple[float, float]], colour: str, size: int) -> dict[str, Any]:
+def dots(name: str, points: Sequence[tuple[float, float]], colour: str, size: int) -> dict[str, Any]:
+    """Points of one kind."""
     return {
         "type": "scatter",
         "mode": "markers",
@@ -131,7 +137,7 @@ def _circles(look: Look) -> Figure:
             traces.append(_ring(3.2 * i, [1.0] * bins, "#9aa4b0", ""))
             for c, density in enumerate(densities):
                 radius = [1 + 0.5 * d / top if d > SEEN * top else None for d in density]
-                traces.append(_ring(3.2 * i, radius, class_colour(c), plain(_class_name(look, c))))
+                traces.append(_ring(3.2 * i, radius, class_colour(c), plain(class_name(look, c))))
             notes.append({"text": plain(name), "x": 3.2 * i, "y": 0, "showarrow": False})
     span = [-1.6, 3.2 * (len(models) - 1) + 1.6]
     axes = {"xaxis": {**NONE, "range": span}, "yaxis": {**NONE, "scaleanchor": "x", "range": [-1.6, 1.6]}}
@@ -166,7 +172,7 @@ def _units(look: Look) -> Figure:
         rows = matrix(event["classes"], len(models), len(event["classes"][0]))
         order = sorted(range(len(rows[0])), key=lambda u: rows[0][u])
         shown = [[int(row[u]) % len(CLASSES) for u in order] for row in rows]
-        names = [[plain(_class_name(look, int(row[u]))) for u in order] for row in rows]
+        names = [[plain(class_name(look, int(row[u]))) for u in order] for row in rows]
     steps = [(i + j) / len(CLASSES) for i in range(len(CLASSES)) for j in (0, 1)]
     colours = [CLASSES[i] for i in range(len(CLASSES)) for _ in (0, 1)]
     trace = {
@@ -191,7 +197,8 @@ def _units(look: Look) -> Figure:
     }
 
 
-def _class_name(look: Look, number: int) -> str:
+def class_name(look: Look, number: int) -> str:
+    """A class's name, or its number where it has none."""
     names = look.group.classes
     return str(names[number]) if number < len(names) else str(number)
 

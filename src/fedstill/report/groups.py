@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -84,7 +85,14 @@ def group(runs: Sequence[Run]) -> list[Group]:
 def shared_settings(run: Run) -> dict[str, Any]:
     """A run's settings without its seed, and the digests of the user's own files."""
     digests = {f"sources.{PurePath(p).name}": str(d)[:12] for p, d in dict(run.start.get("sources", {})).items()}
-    return {k: v for k, v in run.settings.items() if k != "seed"} | digests
+    shared = {k: v for k, v in run.settings.items() if k != "seed"} | digests
+    return shared | ({"start_from": _start(str(shared["start_from"]))} if "start_from" in shared else {})
+
+
+def _start(place: str) -> str:
+    """The run that another starts from, without its file and its seed: what runs of several seeds share."""
+    parts = [p for p in PurePath(place).parts if p != "model.safetensors" and not re.fullmatch(r"seed\d+", p)]
+    return parts[-1] if parts else place
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -17,6 +17,7 @@ ACCURACY = ((0.0, "#440154"), (0.25, "#3b528b"), (0.5, "#21918c"), (0.75, "#5ec9
 
 COUNTS = ((0.0, "#c6dbef"), (0.5, "#4292c6"), (1.0, "#08306b"))
 MOST_CELLS = 250_000
+KINDS = ("examples", "in-local p", "out-local p")
 MEAN = "mean over seeds"
 
 
@@ -51,10 +52,23 @@ def views(groups: Sequence[Group]) -> list[str]:
     return [MEAN, *(f"seed {s}" for s in seeds)] if cells <= MOST_CELLS else [MEAN]
 
 
-def class_by_round(group: Group, view: str) -> Figure:
-    """Accuracy of each class in each round, for the mean over seeds or one seed."""
-    runs = [r for r in group.started if view in (MEAN, f"seed {r.seed}")]
-    return class_map(class_means(runs), group.classes, "round", f"no run with {view}")
+def class_by_round(group: Group, view: str, shares: bool = False) -> Figure:
+    """Accuracy of each class in each round, for the mean over seeds or one seed; ``shares`` sum to 1 a round.
+
+    Source of the shares: FedNTD, appendix E, figure 10.
+    """
+    columns = class_means([r for r in group.started if view in (MEAN, f"seed {r.seed}")])
+    if shares:
+        columns = {n: _of_sum(row) for n, row in columns.items()}
+    drawn = class_map(columns, group.classes, "round", f"no run with {view}")
+    for trace in drawn["data"] if shares else ():
+        trace["zmax"] = max((v for row in trace["z"] for v in row if v is not None), default=100) or 100
+    return drawn
+
+
+def _of_sum(row: Sequence[float | None]) -> list[float | None]:
+    total = sum(v for v in row if v is not None)
+    return [None if v is None or total == 0 else v / total for v in row]
 
 
 def class_map(
@@ -94,9 +108,19 @@ def splits(groups: Sequence[Group]) -> list[Split]:
     return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in found.values()]
 
 
-def class_by_client(split: Split) -> Figure:
-    """How many training examples of each class each client holds; what a client lacks is left blank."""
-    rows = [[n or None for n in row] for row in zip(*split.counts, strict=True)]
+def small(found: Sequence[Split]) -> bool:
+    """Whether every kind of picture of these splits can be carried."""
+    return sum(len(s.counts) * len(s.classes) for s in found) * len(KINDS) <= MOST_CELLS
+
+
+def class_by_client(split: Split, kind: str = "examples") -> Figure:
+    """What each client holds of each class, as one of ``KINDS``; what a client lacks is left blank.
+
+    Source of the distributions: FedNTD, section 2.2 and figure 3.
+    """
+    rows: list[list[float | None]] = [[n or None for n in row] for row in zip(*split.counts, strict=True)]
+    if kind != KINDS[0]:
+        rows = [[v or None for v in row] for row in zip(*(_distribution(c, kind) for c in split.counts), strict=True)]
     trace = {
         "type": "heatmap",
         "x": list(range(len(split.counts))),
@@ -107,9 +131,9 @@ def class_by_client(split: Split) -> Figure:
         "xgap": 1,
         "ygap": 1,
         "hoverongaps": False,
-        "texttemplate": "%{z}" if len(split.counts) <= 40 else "",
-        "hovertemplate": "client %{x}, class %{y}: %{z} examples<extra></extra>",
-        "colorbar": {"title": {"text": "examples"}, "thickness": 12, "outlinewidth": 0},
+        "texttemplate": "%{z}" if len(split.counts) <= (40 if kind == KINDS[0] else 20) else "",
+        "hovertemplate": f"client %{{x}}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
+        "colorbar": {"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
     }
     axes = layout(
         height=_height(len(split.classes)),
@@ -119,6 +143,14 @@ def class_by_client(split: Split) -> Figure:
         yaxis=_class_axis("class"),
     )
     return {"data": [trace], "layout": axes}
+
+
+def _distribution(counts: Sequence[int], kind: str) -> list[float]:
+    total = sum(counts) or 1
+    inside = [n / total for n in counts]
+    if kind == KINDS[1]:
+        return [round(p, 3) for p in inside]
+    return [round((1 - p) / max(1, len(counts) - 1), 3) for p in inside]
 
 
 def _class_axis(title: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
 from fedstill.report.heterogeneity import heterogeneity, sensitivity
+from fedstill.report.joint import joint
 from fedstill.report.knowledge import knowledge
 from fedstill.report.landscapes import landscape
 from fedstill.report.markup import Html, escape, facts
@@ -72,6 +73,7 @@ def page(compared: Sequence[Group]) -> str:
         weights(compared, style),
         units(compared, style),
         tsne(compared, style),
+        joint(compared, style),
         sphere(compared, style),
         landscape(compared, style),
         chain(compared, style),

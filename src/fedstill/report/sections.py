@@ -63,7 +63,7 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if measured(groups, key)
+        if measured(groups, key) and (key == "accuracy" or any(len(r.rounds) > 1 for g in groups for r in g.runs))
     ]
     if not figures:
         return None
@@ -80,19 +80,25 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     if not some:
         return None
     views = heatmaps.views(some)
+    shares = f"{views[0]}, as shares of each round's sum"
     says = (
         "Each row is a class, each column a round, the colour the accuracy on that class. A row that turns bright and "
         "then dark again is a class learned and forgotten. Round 0 is the model before training."
     )
+    says += " As shares, a round's accuracies are divided by their sum, and yellow is the largest share of the figure."
     if len(views) > 1:
         says += " Seeds forget at different times, which their mean smooths over: choose one seed to see it."
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
-    figures = [
-        figure([heatmaps.class_by_round(g, v) for v in views], f"{g.label}: {says}", labelled(g, style), "classes")
+    drawn = [
+        [*(heatmaps.class_by_round(g, v) for v in views), heatmaps.class_by_round(g, views[0], shares=True)]
         for g in some
     ]
-    parts = [choice("classes", "Show", views), scale, grid(figures, "small")]
+    figures = [
+        figure(variants, f"{g.label}: {says}", labelled(g, style), "classes")
+        for g, variants in zip(some, drawn, strict=True)
+    ]
+    parts = [choice("classes", "Show", [*views, shares]), scale, grid(figures, "small")]
     return section("Which classes are remembered", sentence(says), *parts, name="classes")
 
 
@@ -102,13 +108,14 @@ def split(groups: Sequence[Group]) -> Html | None:
     if not found:
         return None
     says = (
-        "How many training examples of each class each client holds: it trains on its own column only. Blank is none."
+        "How many training examples of each class each client holds: it trains on its own column only. Blank is none. "
+        "Its in-local distribution p is its column divided by its sum, its out-local one (1 - p) / (C - 1)."
     )
-    names = [s.name for s in found]
-    parts = [choice("split", "Split of", names)]
+    shown = [(s, kind) for s in found for kind in (heatmaps.KINDS if heatmaps.small(found) else heatmaps.KINDS[:1])]
+    parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
     if len(found) == 1:
-        parts.append(sentence(f"The same split in all runs: {names[0]}."))
-    figures = figure([heatmaps.class_by_client(s) for s in found], says, name="split")
+        parts.append(sentence(f"The same split in all runs: {found[0].name}."))
+    figures = figure([heatmaps.class_by_client(s, kind) for s, kind in shown], says, name="split")
     return section("How the data are split", sentence(says), *parts, figures, name="split")
 
 

@@ -14,6 +14,9 @@ from fedstill.report.runs import Run, find
 
 ScalarAt = tuple[str, float, int]
 
+PLACES = ("round", "stage", "client", "previous")
+"""Numbers in a measure's event that say where it looked."""
+
 
 class Tracker(Protocol):
     """Takes the scalars of one run."""
@@ -72,11 +75,26 @@ def export(directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tra
 
 
 def scalars(run: Run) -> Iterator[ScalarAt]:
-    """Every number of a run's rounds as (name, value, round); names of classes under ``class_accuracy/``."""
+    """Every number of a run's rounds as (name, value, round); names of classes under ``class_accuracy/``.
+
+    What a measure saw stands under the measure's name, e.g. ``divergence/mean_l2``; lists are left out.
+    """
     for event in ({**run.initial, "round": 0}, *run.rounds):
         number = int(event["round"])
         for name, value in _named(event, run.classes):
             yield name, value, number
+    for name in dict.fromkeys(k for event in run.measures for k in _seen(event, event["measure"])):
+        for number, value in run.curve(name).items():
+            yield name, value, number
+
+
+def _seen(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The keys of a measure's numbers, as ``Run.curve`` takes them."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _seen(value, f"{prefix}/{key}")
+        elif key not in PLACES and isinstance(value, (int, float)):
+            yield f"{prefix}/{key}"
 
 
 def _named(event: Mapping[str, Any], classes: Sequence[str]) -> Iterator[tuple[str, float]]:

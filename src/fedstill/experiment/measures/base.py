@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -13,11 +15,15 @@ from fedstill.data.examples import stratified
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
+from fedstill.files import make_folder, write_whole
 from fedstill.keys import generator, seed_for
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.values import Values
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
+
+MEASURES = "measures"
+"""The folder in a run's directory for what measures keep beside the journal."""
 
 Numbers = Mapping[str, Any]
 """What a journal holds: numbers, strings, None, and lists and mappings of them."""
@@ -48,12 +54,25 @@ class Happened:
 
 @dataclass(frozen=True)
 class Room:
-    """Where a measure works: the world, the common test set, and, in a simulation only, the clients' own data."""
+    """Where a measure works: the world, the common test set, and, in a simulation only, the clients' own data.
+
+    ``folder``: the run's directory, for what is too large for the journal.
+    """
 
     world: World
     test: Examples
     inputs: Inputs
     sites: Sites
+    folder: Path | None = None
+
+    def keep(self, name: str, tensors: Tensors) -> str:
+        """Write tensors beside the journal, under ``measures/``, and give the file's name for it; nothing in memory."""
+        if self.folder is None:
+            return ""
+        make_folder(self.folder / MEASURES)
+        own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+        write_whole(self.folder / MEASURES / f"{name}.safetensors", safetensors.torch.save(own))
+        return f"{name}.safetensors"
 
     @property
     def spec(self) -> ModelSpec:

@@ -18,7 +18,8 @@ PERPLEXITY = 30.0
 class JointTSNE(Measure):
     """One joint t-SNE of 200 test images' features under the received, at most ten local, and the new global model.
 
-    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their number.
+    At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their number. The features are
+    kept beside the journal, so that runs which started from one model can be embedded together.
     Source: FedNTD, appendix O, figures 19 to 21.
     """
 
@@ -31,7 +32,8 @@ class JointTSNE(Measure):
             return None
         images, passes = room.some(IMAGES), room.passes()
         models = dict(named_models(seen, MODELS))
-        features = torch.cat([passes.features(p, images).cpu() for p in models.values()])
+        each = {name: passes.features(p, images).cpu() for name, p in models.items()}
+        features = torch.cat(list(each.values()))
         places = embedded(features, int(room.draw("tsne").initial_seed() % 2**32))
         x, y = places.reshape(len(models), len(images), 2).unbind(2)
         return {
@@ -39,6 +41,7 @@ class JointTSNE(Measure):
             "labels": images.labels.tolist(),
             "x": rounded(x, DIGITS),
             "y": rounded(y, DIGITS),
+            "features": room.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
         }
 
     def images(self, test: int, clients: int, own: int) -> int:

@@ -1,0 +1,113 @@
+"""A run that starts from another run's model: the same weights, the same bits after a resume, and clear refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import toys
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.compare import Outcome, Variant, _next, with_starts
+from fedstill.experiment.config import Experiment
+from fedstill.experiment.journal import read
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import resume, run
+from fedstill.experiment.settings import settle
+from fedstill.report.groups import groups
+from run_bits import assert_same_bits, bits, stopped
+
+SMALL: dict[str, Any] = {"model": {"name": "mlp", "hidden": (8,)}, "rounds": 2}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first") / "trained long" / "seed7"
+    run(toys.toy(**SMALL), folder, data=toys.blobs())
+    return folder
+
+
+def going_on(first: Path, **changes: Any) -> Experiment:
+    return toys.toy("fedntd", **{**SMALL, "partition": "iid", "start_from": str(first), **changes})
+
+
+def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -> None:
+    run(going_on(first), tmp_path / "second", data=toys.blobs())
+    events = read(tmp_path / "second" / "journal.jsonl")
+    (initial,) = [e for e in events if e["event"] == "initial"]
+    (last,) = [e for e in read(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
+    assert (initial["accuracy"], initial["class_accuracy"]) == (last["accuracy"], last["class_accuracy"])
+    assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
+    named = prepare(settle(going_on(first / "model.safetensors")), toys.blobs()).world
+    trained = safetensors.torch.load((first / "model.safetensors").read_bytes())
+    assert all(torch.equal(named.initial(c)[k], trained[k]) for c in (-1, 0, 3) for k in trained)
+
+
+def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(first: Path, tmp_path: Path) -> None:
+    run(going_on(first), tmp_path / "whole", data=toys.blobs())
+    other = stopped(going_on(first), tmp_path / "stopped", 1)
+    kept = (first / "model.safetensors").read_bytes()
+    (first / "model.safetensors").write_bytes(
+        safetensors.torch.save({k: v + 1 for k, v in safetensors.torch.load(kept).items()})
+    )
+    with pytest.raises(CorruptFile, match="another model than when the run was started"):
+        resume(other, data=toys.blobs())
+    (first / "model.safetensors").write_bytes(kept)
+    resume(other, data=toys.blobs())
+    assert_same_bits(bits(other), bits(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"start_from": "nowhere"},
+            r"start_from = '.*nowhere': there is no model; name the directory of a finished run",
+        ),
+        (
+            {"model": {"name": "mlp", "hidden": (9,)}},
+            r"its 'body\.1\.bias' is \(8,\) float32, not \(9,\) float32; set \[model\]",
+        ),
+        ({"engine": "flower", "flower": {"federation": "f"}}, "which sites lack; leave flower.federation out"),
+    ],
+)
+def test_what_it_cannot_start_from_is_refused(changes: dict[str, Any], words: str, first: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(going_on(first, **changes), tmp_path / "run", data=toys.blobs())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(CorruptFile, match=r"m\.safetensors is damaged, or no safetensors file"):
+        prepare(settle(going_on(tmp_path / "m.safetensors")), toys.blobs())
+
+
+def test_seeds_that_start_from_their_own_seed_are_one_group(first: Path, tmp_path: Path) -> None:
+    for seed in (7, 8):
+        start = first if seed == 7 else tmp_path / "trained long" / "seed8"
+        if seed == 8:
+            run(toys.toy(**SMALL, seed=8), start, data=toys.blobs())
+        run(going_on(start, seed=seed), tmp_path / "visits" / f"seed{seed}", data=toys.blobs())
+    (group,) = groups([tmp_path / "visits"])
+    assert group.settings["start_from"] == "trained long"
+    assert group.seeds == [7, 8]
+
+
+def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:
+    start = Variant("start", 1, Experiment(), tmp_path / "start")
+    visits = [Variant(name, 1, Experiment(), tmp_path / name, start) for name in "ab"]
+    every = with_starts([*visits, Variant("c", 1, Experiment(), tmp_path / "c")])
+    assert [v.label for v in every] == ["start", "a", "b", "c"]
+    outcomes = [Outcome(v, 1) for v in every]
+    outcomes[0].state = "running"
+    found = _next(outcomes[1:], outcomes)
+    assert found is not None
+    assert found.variant.label == "c"
+    assert _next(outcomes[1:3], outcomes) is None
+    outcomes[0].state = "failed"  # then it is the visit itself that says what is missing
+    assert _next(outcomes[1:3], outcomes) is outcomes[1]
