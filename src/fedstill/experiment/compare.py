@@ -141,10 +141,10 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     with asked, ProcessPoolExecutor(jobs, context, _StopsWhenAsked.listen, (asked.event,)) as pool:
         waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
         while waiting or running:
-            while len(running) < jobs and not asked.stop and (outcome := _next(waiting, outcomes)):
-                waiting.remove(outcome)
-                outcome.state = "running"
-                running[pool.submit(_do, outcome.variant, jobs)] = outcome
+            while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
+                waiting.remove(ready)
+                ready.state = "running"
+                running[pool.submit(_do, ready.variant, jobs)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
