@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from annotated_types import Interval
+from annotated_types import Interval, Len
 
 from fedstill.errors import ConfigError
 
@@ -15,16 +15,31 @@ Share = Annotated[float, Interval(ge=0, le=1)]
 PositiveShare = Annotated[float, Interval(gt=0, le=1)]
 Count = Annotated[int, Interval(ge=1, le=1_000_000)]
 CountOrZero = Annotated[int, Interval(ge=0, le=1_000_000)]
+Candidates = Annotated[tuple[Positive, ...], Len(1, 100)]
+"""Values of which a method takes the best."""
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
 
 def check_ranges(thing: object) -> None:
-    """Raise ConfigError if a field of a dataclass instance lies outside the range written in its annotation."""
+    """Raise ConfigError if a field of a dataclass instance lies outside the range written in its annotation.
+
+    Of a tuple, each value must lie in the range, and there must be as many as are allowed.
+    """
     for name, bounds in _ranges(type(thing)).items():  # type: ignore[arg-type]
         value = getattr(thing, name, None)
         for bound in bounds:
-            if isinstance(value, (int, float)) and not _inside(value, bound):
-                raise ConfigError(f"{type(thing).__name__}.{name} = {value!r} is outside its range {show(bound)}")
+            if isinstance(bound, Len):
+                _check_length(thing, name, value, bound)
+                continue
+            for one in value if isinstance(value, tuple) else (value,):
+                if isinstance(one, (int, float)) and not _inside(one, bound):
+                    raise ConfigError(f"{type(thing).__name__}.{name} = {one!r} is outside its range {show(bound)}")
+
+
+def _check_length(thing: object, name: str, value: Any, bound: Len) -> None:
+    if isinstance(value, tuple) and not bound.min_length <= len(value) <= (bound.max_length or len(value)):
+        wanted = f"{bound.min_length} to {bound.max_length}"
+        raise ConfigError(f"{type(thing).__name__}.{name} has {len(value)} values, it must have {wanted}")
 
 
 def show(bound: Interval) -> str:
@@ -39,12 +54,15 @@ def show(bound: Interval) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _ranges(kind: type) -> dict[str, list[Interval]]:
+def _ranges(kind: type) -> dict[str, list[Interval | Len]]:
     return {name: _bounds(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
-def _bounds(hint: Any) -> list[Interval]:
-    return [m for m in get_args(hint)[1:] if isinstance(m, Interval)] if hasattr(hint, "__metadata__") else []
+def _bounds(hint: Any) -> list[Interval | Len]:
+    annotated = hasattr(hint, "__metadata__")
+    own = [m for m in get_args(hint)[1:] if isinstance(m, (Interval, Len))] if annotated else []
+    inner = get_args(hint)[0] if annotated else hint
+    return [*own, *(_bounds(get_args(inner)[0]) if get_origin(inner) is tuple else [])]
 
 
 def _inside(value: float, bound: Interval) -> bool:

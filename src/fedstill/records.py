@@ -44,16 +44,19 @@ SERVER = -1
 class ModelSpec:
     """A network by name: what it is built from, so that equal specs are equal architectures.
 
-    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name.
+    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the
+    numbers of units of its hidden layers, where they are not the network's own.
     """
 
     name: str
     input_shape: tuple[int, int, int]
     classes: int
     fields: tuple[tuple[str, Any], ...] = ()
+    widths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        options = ", ".join(f"{k}={v}" for k, v in self.fields)
+        widths = [("widths", self.widths)] if self.widths else []
+        options = ", ".join(f"{k}={v}" for k, v in [*self.fields, *widths])
         return f"{self.name}({options})" if options else self.name
 
 
@@ -169,8 +172,8 @@ class World(Protocol):
 class Passes(Protocol):
     """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
 
-    def logits(self, params: Tensors, images: Examples) -> Tensor:
-        """Logits (n, C) of these parameters in evaluation mode, in the order of the examples."""
+    def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+        """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or of another."""
 
     def gradients(self, params: Tensors, examples: Examples, loss: Any, batch: int) -> Iterator[Tensors]:
         """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
@@ -215,13 +218,19 @@ class View:
         total = self.counts.sum().clamp(min=1)
         return self.counts.double() / total
 
-    def logits(self, params: Tensors, of: Literal["data", "public"] = "data", only: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        params: Tensors,
+        of: Literal["data", "public"] = "data",
+        only: Tensor | None = None,
+        model: ModelSpec | None = None,
+    ) -> Tensor:
         """Logits (n, C) of these parameters on the site's own or on the public data, in their order.
 
-        ``only``: positions, (n,) int64; all if it is left out.
+        ``only``: positions, (n,) int64; all if it is left out. ``model``: their network, if it is not the site's.
         """
         examples = self._of(of)
-        return self.passes.logits(params, examples if only is None else examples.take(only)).cpu()
+        return self.passes.logits(params, examples if only is None else examples.take(only), model).cpu()
 
     def gradients(
         self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data"

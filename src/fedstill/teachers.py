@@ -45,6 +45,11 @@ def complementary(proportions: Numbers, k: int, metric: Metric = "kl") -> list[i
     return chosen
 
 
+def noise(input_shape: tuple[int, ...], samples: int, seed: int) -> Tensor:
+    """The Gaussian examples (samples, *input_shape) of a probe, in the space after normalisation."""
+    return torch.randn(samples, *input_shape, generator=generator(seed))
+
+
 def noise_probe(
     model: Callable[[Tensor], Tensor], input_shape: tuple[int, ...], samples: int = 20, seed: int = 0
 ) -> Tensor:
@@ -60,15 +65,15 @@ def noise_probe(
     >>> noise_probe(lambda x: torch.zeros(len(x), 4), (1, 8, 8))
     tensor([0.2500, 0.2500, 0.2500, 0.2500])
     """
-    noise = torch.randn(samples, *input_shape, generator=generator(seed))
+    x = noise(input_shape, samples, seed)
     if not isinstance(model, nn.Module):
         with torch.no_grad():
-            return torch.softmax(model(noise), dim=-1).mean(0)
-    like = next(model.parameters(), noise)
+            return torch.softmax(model(x), dim=-1).mean(0)
+    like = next(model.parameters(), x)
     modes = [(part, part.training) for part in model.modules()]
     try:
         with torch.no_grad():
-            return torch.softmax(model.eval()(noise.to(like)), dim=-1).mean(0)
+            return torch.softmax(model.eval()(x.to(like)), dim=-1).mean(0)
     finally:
         for part, mode in modes:
             part.training = mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 import toys
+from fedstill.data.cache_folder import reuse_bytes
 from fedstill.engines import serial
+from fedstill.engines.reuse import Kept
+from fedstill.errors import ConfigError
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.journal import read, without_times
 from fedstill.experiment.runner import run
-from fedstill.records import Plan, Stage, View
+from fedstill.records import Payload, Plan, Reply, Stage, View
 
 
 @pytest.fixture
@@ -151,3 +155,32 @@ def test_a_folder_that_cannot_be_written_costs_time_and_nothing_else(
     run(experiment("local_only"), tmp_path / "run", toys.blobs())
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["query_average_accuracy"] > 0
     assert "replies are not kept" in caplog.text
+
+
+def test_those_not_used_for_longest_make_room(
+    cache: Path, fits: list[tuple[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(experiment("local_only"), tmp_path / "one", toys.blobs())
+    files = sorted(cache.glob("*.reply"))
+    for age, path in enumerate(files):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    used = files[-1]  # the oldest, until it serves again
+    size = max(p.stat().st_size for p in files)
+    monkeypatch.setenv("FEDSTILL_REUSE_GB", str(3.5 * size / 1e9))
+    kept = Kept(cache, frozenset({"fit"}), reuse_bytes())
+    assert kept.reply(used.stem, Stage(1, 0, "fit", (0,)), pytest.fail).client >= 0
+    made = Reply(9, Payload(params={"w": torch.zeros(1)}), 1)
+    assert kept.reply("another", Stage(1, 0, "fit", (9,)), lambda: made) is made
+    left = {p.stem for p in cache.glob("*.reply")}
+    assert left == {"another", used.stem, files[0].stem, files[1].stem}
+    assert sum(p.stat().st_size for p in cache.glob("*.reply")) <= 3.5 * size
+    monkeypatch.setenv("FEDSTILL_REUSE_GB", "0")
+    run(experiment("local_only", seed=8), tmp_path / "none", toys.blobs())
+    assert not list(cache.glob("*.reply"))
+
+
+@pytest.mark.parametrize("said", ["much", "-1", "nan", "inf"])
+def test_a_bound_that_is_none_is_one_clear_line(cache: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("FEDSTILL_REUSE_GB", said)
+    with pytest.raises(ConfigError, match=f"FEDSTILL_REUSE_GB = '{said}' must be a number of gigabytes"):
+        reuse_bytes()

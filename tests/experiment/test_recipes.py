@@ -30,6 +30,28 @@ def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], t
         assert number in said
 
 
+def test_a_table_of_four_measures_is_printed_whole(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["reproduce", "qkt/table20", "--cells", "*:Path single", "--seeds", "1", "--table", "--out", str(tmp_path)]
+    numbers = {"QKT": ["74.6", "78.0", "-16.8", "74.3"], "PFNM": ["14.6", "17.6", "-79.6", "12.4"]}
+    for columns, together in (("", True), ("80", False)):
+        monkeypatch.setenv("COLUMNS", columns) if columns else monkeypatch.delenv("COLUMNS", raising=False)
+        assert call(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        for row, wanted in numbers.items():
+            said = [line.split() for line in lines if line.split(" ")[0] == row and "Light" not in line]
+            assert (len(said) == 1) is together
+            assert [n for n in wanted if any(n in cells for cells in said)] == wanted
+        assert together or max(len(line) for line in lines if "published" not in line and "Alballa" not in line) <= 80
+
+
+def test_a_row_has_cells_only_where_it_has_a_meaning() -> None:
+    cells = recipes.load("qkt/table20").cells()
+    assert [c for r, c in cells if r.startswith("CLUE")] == ["Path single", "Dir single"]
+    assert len([c for r, c in cells if r.startswith("PFNM")]) == 4
+
+
 def test_cells_are_chosen_by_pattern() -> None:
     recipe = recipes.load("fedadkd/table2")
     assert recipe.cells(["fedn*:*.1"]) == [

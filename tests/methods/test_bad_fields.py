@@ -56,6 +56,8 @@ ZERO_TOO = {
     "aver": ["temperature"],
     "ebkd": ["temperature"],
     "camkd": ["temperature"],
+    "pfnm": ["most"],
+    "clue": ["share", "samples"],
     "naive_kd": ["temperature"],
     **{key: ["temperature", "query_weight", "samples"] for key in QKTS},
     **{name: ["temperature", "low", "high"] for name in HIPER},
@@ -64,6 +66,8 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "pfnm": ["passes"],
+    "clue": ["participants"],
     "naive_kd": ["participants"],
     **{key: ["participants"] for key in QKTS},
 }
@@ -76,6 +80,7 @@ TOO_MUCH = [
     ("sfedkd", "smoothing", 2.0),
     ("qkt", "threshold", 1.01),
     ("qkt", "frozen", 1.01),
+    ("clue", "share", 1.01),
     ("hiper_fedkd", "low", 1.5),
     ("hiper_fedkd", "high", 2),
 ]

@@ -12,7 +12,8 @@ from run_journals import events
 import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment import runner
-from fedstill.report.asked import _client, _trade, asked, probed
+from fedstill.report.asked import _client, _epochs, _trade, asked, probed
+from fedstill.report.boundaries import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
 
@@ -23,7 +24,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("asked") / "run"
     given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
     plan = {"epochs": 2, "batch": 10}
-    runner.run(toys.toy("qkt_var_e", data={"public": 50}, plan=plan, **given), folder, toys.blobs())
+    measure = ("local", "boundaries")
+    runner.run(toys.toy("qkt_var_e", data={"public": 50}, plan=plan, measure=measure, **given), folder, toys.blobs())
     return folder
 
 
@@ -54,6 +56,27 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, fi
     others = groups([finished])
     assert asked(others, Style(others)) is None
     assert probed(others) is None
+
+
+def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: Path) -> None:
+    run = groups([one])[0].runs[0]
+    answer = events(one)[-1]["answers"][0]
+    curve, before = _epochs(run)["data"][:2]
+    scores = [s for e in events(one) if e.get("client") == answer["client"] for s in e.get("scores", [])]
+    phases = scores[-len(curve["y"]) :]
+    assert len(curve["y"]) == 4, "two epochs a phase"
+    assert curve["y"] == pytest.approx(phases, abs=1e-4)
+    assert before["y"] == pytest.approx([answer["average_accuracy_before"]] * 2, abs=1e-4)
+
+
+def test_the_lines_between_classes_are_drawn_stage_by_stage(one: Path, finished: Path) -> None:
+    found = groups([one])
+    text = boundaries(found, Style(found)).text  # type: ignore[union-attr]
+    assert text.count("<figcaption>") == 3
+    for words in ("alone", "phase 1", "phase 2", "asked for"):
+        assert words in text
+    others = groups([finished])
+    assert boundaries(others, Style(others)) is None
 
 
 @pytest.mark.parametrize("event", ["round", "client"])

@@ -61,6 +61,6 @@ def reproduce(
     chosen = found.cells(cells)
     runs = found.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
-    for line in reproduced.tables(found, chosen, runs, changes):
+    for line in reproduced.tables(found, chosen, runs, changes, screen.width):
         screen.print(line)
     return code

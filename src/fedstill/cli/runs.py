@@ -106,7 +106,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.split(counts, prepared.dataset.classes, screen.width))
+        screen.print(terminal.split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
 
 

@@ -31,9 +31,9 @@ class ModelPasses:
     inputs: Inputs
     precision: str = "fp32"
 
-    def logits(self, params: Tensors, images: Examples) -> Tensor:
-        """Logits (n, C) in the order of the examples."""
-        return self._each(contract.forward, params, images)
+    def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+        """Logits (n, C) in the order of the examples, of this architecture or of another."""
+        return self._each(contract.forward, params, images, model)
 
     def features(self, params: Tensors, images: Examples) -> Tensor:
         """Penultimate features (n, D) in the order of the examples."""
@@ -52,8 +52,10 @@ class ModelPasses:
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)
 
-    def _each(self, run: Callable[..., Tensor], params: Tensors, images: Examples) -> Tensor:
-        m = contract.module(self.model, "frozen").eval()
+    def _each(
+        self, run: Callable[..., Tensor], params: Tensors, images: Examples, model: ModelSpec | None = None
+    ) -> Tensor:
+        m = contract.module(model or self.model, "frozen").eval()
         params = {k: layout(v.to(images.images.device)) for k, v in params.items()}
         run = lowered(run, self.precision, images.images.device)
         with torch.no_grad():

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -36,10 +37,14 @@ log = logging.getLogger("fedstill.reuse")
 
 @dataclass(frozen=True)
 class Kept:
-    """A folder of replies, and the names of the stages whose replies may be kept there."""
+    """A folder of replies, the names of the stages whose replies may be kept there, and how many bytes they may take.
+
+    Where they take more, those that were not used for longest are deleted.
+    """
 
     folder: Path
     stages: frozenset[str]
+    most: int
 
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply kept under a key, or the one that ``make`` gives, kept from now on.
@@ -56,11 +61,29 @@ class Kept:
         with FileLock(self.folder / "locks" / key):
             found = _read(path)
             if found is not None:
+                with contextlib.suppress(OSError):
+                    os.utime(path)
                 return replace(found, round=stage.round, stage=stage.index)
             made = make()
             with contextlib.suppress(DiskFull, BadPayload):
                 write_whole(path, _sealed(made))
+                self._make_room()
         return made
+
+    def _make_room(self) -> None:
+        """Delete what was not used for longest until the rest is small enough."""
+        found = []
+        for path in self.folder.glob("*.reply"):
+            with contextlib.suppress(OSError):  # another process may have deleted it
+                about = path.stat()
+                found.append((about.st_mtime_ns, about.st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.most:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total -= size
 
 
 def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: int, sent: Payload, *more: Any) -> str:

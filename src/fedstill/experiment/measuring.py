@@ -208,7 +208,7 @@ class Measuring:
         return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-        """Accuracy of the first predictor, and under ``others`` of any further ones."""
+        """Accuracy of the first predictor, and of further ones under ``others``; clients' own all stand there."""
         test, totals = self.prepared.sites.common_test, self._totals()
         if test is None or not predictors:
             return {"accuracy": None, "class_accuracy": [None] * len(totals)}
@@ -218,6 +218,8 @@ class Measuring:
             by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
             found[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
         first, *others = found
+        if first.startswith("client "):
+            return {"accuracy": None, "class_accuracy": [None] * len(totals), "others": found}
         return {**found[first], **({"others": {n: found[n] for n in others}} if others else {})}
 
     def _totals(self) -> list[int]:

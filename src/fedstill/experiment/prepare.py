@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedstill.data import queries
-from fedstill.data.cache_folder import cache_folder
+from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.examples import Dataset, stratified
 from fedstill.data.inputs import Inputs
 from fedstill.data.partition import cached
@@ -57,7 +57,7 @@ class Prepared:
         """Replies of other runs, for the stages of which the method says that they may serve again."""
         method = self.settings.method
         stages = method.reusable | (frozenset() if FIT in method.stages else ALONE.reusable)
-        return Kept(cache_folder() / "replies", stages) if self.settings["reuse"] else None
+        return Kept(cache_folder() / "replies", stages, reuse_bytes()) if self.settings["reuse"] else None
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""
@@ -81,6 +81,8 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
 
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
+    if settings["reuse"]:
+        reuse_bytes()  # refused now if it is no number
     dataset = dataset or read(settings)
     train, public = set_apart(settings, dataset, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")

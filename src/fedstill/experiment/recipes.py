@@ -25,6 +25,9 @@ USUAL = ("accuracy", "forgetting")
 APART = ("measured", "clients")
 """What a cell may hold beside its numbers in percent."""
 
+ONLY = "only"
+"""The key of a row beside its setting: the columns in which it has a meaning; all, if it is left out."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -54,13 +57,14 @@ class Recipe:
     published: Mapping[tuple[str, str], Published]
     measures: tuple[str, ...] = USUAL
     starts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    only: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def cells(self, patterns: Sequence[str] = ()) -> list[tuple[str, str]]:
         """(row, column) of the cells that match any ``ROW:COLUMN`` pattern (``*`` and ``?``), all if there is none.
 
         Raises UnknownName for a pattern that matches nothing.
         """
-        every = [(r, c) for c in self.columns for r in self.rows]
+        every = [(r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)]
         found: dict[tuple[str, str], None] = {}
         for pattern in patterns or ("*:*",):
             row, _, column = pattern.partition(":")
@@ -132,7 +136,11 @@ def load(name: str) -> Recipe:
                 raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
             values = {k: v for k, v in cell.items() if k not in APART}
             published[row, column] = Published(values, **{k: cell[k] for k in APART if k in cell})
-    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts)
+    only = {row: setting.pop(ONLY) for row, setting in tree["rows"].items() if ONLY in setting}
+    strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
+    if strange:
+        raise ConfigError(f"recipe {name}: {strange[0]!r}, which a row is only for, is none of its columns")
+    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts, only)
 
 
 def _folder(out: Path, label: str) -> Path:

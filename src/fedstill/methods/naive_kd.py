@@ -54,11 +54,7 @@ class NaiveKD(LocalOnly):
 
     def with_peers(self, state: State, client: int, world: World) -> Payload | None:
         """A client's own model and those of the peers it asks; None if it could not fit one."""
-        models = fitted(state)
-        if client not in models:
-            return None
-        peers = {c: models[c] for c in asked_peers(client, self.participants, world) if c in models}
-        return Payload({"params": models[client], **many("peer", peers)})
+        return own_and_peers(state, client, self.participants, world)
 
     def work(self, stage: Stage) -> ClientWork:
         return Fit() if stage.name == FIT else Distilled(self)
@@ -70,6 +66,15 @@ class NaiveKD(LocalOnly):
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
+
+
+def own_and_peers(state: State, client: int, participants: int, world: World) -> Payload | None:
+    """A client's own model and those of the peers it asks, of ``participants`` in all; None if it could not fit one."""
+    models = fitted(state)
+    if client not in models:
+        return None
+    peers = {c: models[c] for c in asked_peers(client, participants, world) if c in models}
+    return Payload({"params": models[client], **many("peer", peers)})
 
 
 @dataclass(frozen=True)

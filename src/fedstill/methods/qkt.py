@@ -171,10 +171,16 @@ class PartlyRefined(Refined):
     def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which entries are among the share Z with the highest scores; of equal ones the first."""
         flat = torch.cat([v.flatten() for v in scores.values()])
-        top = torch.zeros(len(flat), dtype=torch.bool)
-        top[flat.argsort(descending=True, stable=True)[: round(self.method.frozen * len(flat))]] = True
+        top = highest(flat, round(self.method.frozen * len(flat)))
         parts = torch.split(top, [v.numel() for v in scores.values()])
         return {k: part.reshape(v.shape) for (k, v), part in zip(scores.items(), parts, strict=True)}
+
+
+def highest(scores: Tensor, count: int) -> Tensor:
+    """Which of some scores (n,) are among the highest ``count``; of equal ones the first."""
+    top = torch.zeros(len(scores), dtype=torch.bool)
+    top[scores.argsort(descending=True, stable=True)[:count]] = True
+    return top
 
 
 def head_of(params: Tensors) -> dict[str, Tensor]:

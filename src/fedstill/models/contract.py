@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.models.chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -40,7 +41,7 @@ def build(spec: ModelSpec) -> nn.Module:
         raise ConfigError(f"model {spec.name!r} must take (input_shape, classes, ...): {error}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model {spec.name!r} made a {type(made).__name__}, not a torch.nn.Module")
-    return made
+    return with_widths(made, spec.widths) if spec.widths else made
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:

@@ -9,7 +9,7 @@ from typing import Any
 from fedstill.errors import CorruptFile
 from fedstill.experiment.journal import Event
 from fedstill.fitting import FIT
-from fedstill.report.figures import Figure, Style, faint, layout, named, plain, rounded
+from fedstill.report.figures import COLOURS, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
@@ -32,7 +32,10 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
     figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
     curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
     if curves:
-        says = "Accuracy on the validation set after each epoch, phase 2 after phase 1, for each client that asked."
+        says = (
+            "Average accuracy on the validation set after each epoch, phase 2 after phase 1, of each that asked. "
+            "Dotted: that of its model before, on the test set."
+        )
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
     parts = [key(some, style), grid(figures), *_bars(some)]
     says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
@@ -171,12 +174,22 @@ def _totals(run: Run) -> list[int]:
 
 
 def _epochs(run: Run) -> Figure:
-    data = []
+    data: list[Figure] = []
     with reading(run):
-        for client in sorted({e["client"] for e in _phases(run)}):
+        alone = {a["client"]: a["average_accuracy_before"] for a in _last(run).get("answers") or []}
+        for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
             scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
-            line = {"type": "scatter", "mode": "lines", "name": f"client {client}", "hovertemplate": "%{y:.1%}"}
-            data.append({**line, "x": list(range(1, len(scores) + 1)), "y": [rounded(s) for s in scores]})
+            name, colour = f"client {client}", COLOURS[len(data) // 2 % len(COLOURS)]
+            line = {"type": "scatter", "mode": "lines", "legendgroup": name, "hovertemplate": "%{y:.1%}"}
+            epochs, before = list(range(1, len(scores) + 1)), alone.get(client)
+            data.append(
+                {**line, "name": name, "x": epochs, "y": [rounded(s) for s in scores], "line": {"color": colour}}
+            )
+            level = [None if before is None else rounded(before)] * 2
+            dots = {"color": colour, "dash": "dot", "width": 1}
+            data.append(
+                {**line, "name": f"{name} alone", "x": [1, len(scores)], "y": level, "line": dots, "showlegend": False}
+            )
     x, y = {"title": {"text": "epoch of both phases"}}, {**PER_CENT}
     return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT)}
 

@@ -13,6 +13,7 @@ from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
 from fedstill.report.asked import asked, probed
+from fedstill.report.boundaries import boundaries
 from fedstill.report.chain import chain
 from fedstill.report.clients import clients
 from fedstill.report.epochs import epochs
@@ -60,6 +61,7 @@ def page(compared: Sequence[Group]) -> str:
         _head(compared),
         sections.results(compared, style),
         asked(compared, style),
+        boundaries(compared, style),
         sections.over_rounds(compared, style),
         heterogeneity(compared),
         sensitivity(compared),

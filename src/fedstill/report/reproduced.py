@@ -14,6 +14,7 @@ from fedstill.experiment.recipes import Published, Recipe
 from fedstill.report.runs import read
 from fedstill.report.summary import MEASURES, NONE, Spread, spread
 from fedstill.report.terminal import table
+from fedstill.report.terminal import tables as parts
 
 TITLES = {m.key: m.title for m in MEASURES} | {
     "accuracy": "accuracy",
@@ -27,9 +28,12 @@ MANY = 3
 
 
 def tables(
-    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any]
+    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
 ) -> Iterator[RenderableType]:
-    """The title, what makes it a reduced run if anything does, and one table for each column."""
+    """The title, what makes it a reduced run if anything does, and one table for each column.
+
+    width: how many characters a line may have; a wider table comes in parts.
+    """
     yield Text(recipe.paper, style="bold")
     if changes:
         said = ", ".join(f"{k} = {v}" for k, v in changes.items())
@@ -37,7 +41,7 @@ def tables(
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows, found = [r for r, c in cells if c == column], _found(runs)
-        yield table(_head(recipe), _rows(recipe, column, rows, found))
+        yield from parts(_head(recipe), _rows(recipe, column, rows, found), width)
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -27,10 +28,18 @@ from fedstill.report.summary import MEASURES
 
 SHADES = " ░▒▓█"
 
+GAP = 2
+"""Columns between two columns of a table."""
+
+
+ENDLESS = 1000
+"""Columns of a standard output that is no terminal: a file or a pipe bears lines of any length."""
+
 
 def console() -> Console:
-    """Where people look: the standard output."""
-    return Console(highlight=False)
+    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says."""
+    here = Console(highlight=False)
+    return here if here.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=ENDLESS)
 
 
 def percent(value: float | None) -> str:
@@ -49,6 +58,18 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
     for row in rows:
         out.add_row(*row)
     return out
+
+
+def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+    """A table whose first column holds text, in as many parts as ``width`` columns need; each begins with the first."""
+    needs = [max([*(len(word) for word in c.split()), *(len(row[i]) for row in rows)]) for i, c in enumerate(columns)]
+    part: list[int] = []
+    for i in range(1, len(columns)):
+        if part and needs[0] + sum(needs[k] + GAP for k in (*part, i)) > width:
+            yield table([columns[k] for k in (0, *part)], [[row[k] for k in (0, *part)] for row in rows])
+            part = []
+        part.append(i)
+    yield table([columns[k] for k in (0, *part)], [[row[k] for k in (0, *part)] for row in rows])
 
 
 def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:

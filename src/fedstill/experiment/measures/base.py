@@ -102,8 +102,9 @@ class Measure:
     """A measure: ``look`` is called after each stage of a measured round, and what it gives is written to the journal.
 
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
-    of one architecture), "features" (a model with a body), "plane" (features of two numbers), "client_data" (only a
-    simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients that train on their data).
+    of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
+    ask), "client_data" (only a simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients
+    that train on their data).
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     """

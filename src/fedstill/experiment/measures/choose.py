@@ -63,6 +63,8 @@ def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
 
 def _lacks(need: str, setting: Setting) -> str:
     spec, world = setting.world.model(SERVER), setting.world
+    if need == "queries" and not world.queries:
+        return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
     if need == "chain" and not any(stage.alone for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "local_models":

@@ -1,0 +1,137 @@
+"""CLUE, approximately: a client takes what matters for a class from the peer that knows it best, and votes with it.
+
+Source: Daga et al., "CLUE: Systems Support for Knowledge Transfer in Collaborative Learning with Neural Nets" (2023),
+of which only the abstract is open: significant parameters of a helper's model are found for a class and combined with
+the client's own by boosting several models. A baseline of Alballa et al., "Query-based Knowledge Transfer for
+Heterogeneous Learning Environments" (QKT), Table 2, for queries of one class. All else here is ours.
+Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken; ``samples`` examples
+of noise; ``participants`` as in naive KD.
+Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of equal ones the first.
+Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as the class asked for.
+The largest of every layer's weights, and of its biases, replace the client's in a copy of its model; running statistics
+stay the client's. Of equal ones the first.
+Reading: the client's model and the copy vote with their probabilities, each weighted by log((1 - e) / e), not below 0,
+of its error e on the client's own data, counted as (wrong + 1/2) / (n + 1); equally if neither is right half the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import Count, CountOrZero, PositiveShare
+from fedstill.fitting import FIT, probe_seed, probed
+from fedstill.losses import cross_entropy
+from fedstill.methods.local_only import LocalOnly, fitted, with_students
+from fedstill.methods.naive_kd import TRANSFER, own_and_peers
+from fedstill.methods.qkt import highest
+from fedstill.models.contract import predictor
+from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.registry import method
+from fedstill.teachers import noise
+from fedstill.work import ClientWork
+
+
+@method("clue")
+@dataclass(frozen=True)
+class CLUE(LocalOnly):
+    """An approximation of CLUE: parameters of the peer that knows a class best, and a vote of the model with itself."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "queries"})
+    personal: ClassVar[frozenset[str]] = frozenset()
+
+    share: PositiveShare = 0.1
+    samples: Count = 20
+    participants: CountOrZero = 0
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
+        for client, count in sorted(many.items()):
+            return f"it answers queries for one class, and client {client} asks for {count}; set query.draw = 'single'"
+        return super().misfit(stages, world)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == FIT:
+            return super().down(state, client, stage, world)
+        return own_and_peers(state, client, self.participants, world) if client in world.queries else None
+
+    def work(self, stage: Stage) -> ClientWork:
+        return super().work(stage) if stage.name == FIT else Patched(self)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        own = super().expects(client, stage, world)
+        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == FIT:
+            return super().fold(state, replies, stage, world)
+        votes = {f"vote.{r.client}": r.up.tensor("vote") for r in replies}
+        learned = with_students(state, replies)
+        return replace(learned, extra=Payload({**learned.extra, **votes}))
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        own, patched = fitted(state), state.extra.many("student")
+        return {
+            f"client {c}": vote(
+                [predictor(world.model(c), own[c]), predictor(world.model(c), params)], state.extra.tensor(f"vote.{c}")
+            )
+            for c, params in patched.items()
+        }
+
+
+def vote(models: Sequence[Callable[[Tensor], Tensor]], weights: Tensor) -> Callable[[Tensor], Tensor]:
+    """x -> log of the weighted mean (B, C) of the models' probabilities."""
+    shares = (weights / weights.sum()).tolist()
+    return lambda x: sum((s * m(x).softmax(1) for s, m in zip(shares, models, strict=True)), torch.zeros(())).log()
+
+
+@dataclass(frozen=True)
+class Patched(ClientWork):
+    """Nothing is trained: the client finds its helper, takes its significant parameters, and weighs both models."""
+
+    method: CLUE
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        (wanted,) = world.queries[view.client]
+        peers = down.many("peer")
+        knows = {c: float(probed(world.model(c), p, world, self.method.samples)[wanted]) for c, p in peers.items()}
+        helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
+        patched = self.patched(down.params, peers[helper], wanted, view, world) if peers else dict(down.params)
+        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)])
+        both = weights if bool(weights.any()) else torch.ones(2)
+        return Carry({}, constants={"helper": helper, "patched": patched, "vote": both})
+
+    def patched(self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World) -> dict[str, Tensor]:
+        """The client's model with the helper's significant parameters for a class in it."""
+        like = next(v for v in helper.values() if v.is_floating_point())
+        x = noise(view.model.input_shape, self.method.samples, probe_seed(world)).to(like)
+        labelled = Examples(x, torch.full((len(x),), wanted)).to(str(view.data.images.device))
+        (grads,) = view.passes.gradients(helper, labelled, cross_entropy, len(x))
+        taken = {k: self.largest((g * helper[k]).abs()) for k, g in grads.items()}
+        return {k: torch.where(taken[k], helper[k], v) if k in taken else v for k, v in own.items()}
+
+    def largest(self, scores: Tensor) -> Tensor:
+        """Which entries are among the share that is taken, at least one of them."""
+        count = max(1, round(self.method.share * scores.numel()))
+        return highest(scores.flatten(), count).reshape(scores.shape)
+
+    def weight(self, params: Tensors, view: View) -> float:
+        """The weight of a model's vote, from its error on the client's own data."""
+        wrong = int((view.logits(params).argmax(1) != view.data.labels.cpu()).sum())
+        error = (wrong + 0.5) / (len(view.data) + 1)
+        return max(0.0, math.log((1 - error) / error))
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(params=carry["patched"], vote=carry["vote"]), NOTHING
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its model and the copy."""
+        query = list(world.queries[view.client])
+        return {"query": query, "helper": carry["helper"], "vote": carry["vote"].tolist()}

@@ -1,0 +1,124 @@
+"""PFNM: models that clients trained alone become one by matching their hidden units, of which it may have more.
+
+Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019) and its code; with
+convolutions, the code of Wang et al., "Federated Learning with Matched Averaging" (2020). A baseline in Alballa et al.,
+"Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
+Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes`` over the clients after the first
+match; where a layer has ``most`` global units, a client adds no more than one.
+Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the one of best train
+accuracy: here the server sends every candidate to the clients (the stage ``transfer``), who count what it gets right of
+their own data. With one value each, nothing is sent again.
+Reading: exact for fully connected and plain convolutional networks. QKT has it with ResNet-18, which PFNM does not
+cover, and does not say how: there it is an approximation of ours (``fedstill.matching.residual``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.fields import Candidates, Count, CountOrZero
+from fedstill.fitting import FIT
+from fedstill.keys import seed_for
+from fedstill.matching import Setting, match_models, matchable, widened
+from fedstill.methods.fedavg_once import FedAvgOnce
+from fedstill.methods.naive_kd import TRANSFER
+from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("pfnm")
+@dataclass(frozen=True)
+class PFNM(FedAvgOnce):
+    """One model of all local ones, their hidden units matched; of residual networks approximately."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"refine": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
+    permits: ClassVar[frozenset[str]] = frozenset()  # the server needs each client's model
+
+    gamma: Candidates = (1.0, 0.001, 50.0)
+    variance: Candidates = (1.0, 0.1, 0.5)
+    prior_variance: Candidates = (1.0, 10.0)
+    most: Count = 700
+    passes: CountOrZero = 5
+
+    @property
+    def settings(self) -> list[Setting]:
+        """What is tried, in the order of the fields' values."""
+        grid = product(self.gamma, self.variance, self.prior_variance)
+        return [Setting(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        spec = world.model(SERVER)
+        if not matchable(spec):
+            return (
+                f"it matches units of plain chains of layers and of residual networks, and {spec} is neither; "
+                "set model.name = 'qkt_cnn'"
+            )
+        return super().misfit(stages, world)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == FIT:
+            return super().down(state, client, stage, world)
+        candidates = state.extra.many("candidate")
+        return Payload(many("candidate", candidates)) if candidates else None
+
+    def work(self, stage: Stage) -> ClientWork:
+        return super().work(stage) if stage.name == FIT else Tried()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name == FIT:
+            return super().expects(client, stage, world)
+        return Payload(right=torch.zeros(len(self.settings), dtype=torch.int64))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == FIT:
+            found = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
+            if len(found) == 1:
+                return self.chosen(state, found[0], world)
+            return replace(state, extra=Payload({**state.extra, **many("candidate", found)}))
+        right = torch.stack([r.up.tensor("right") for r in replies]).sum(0)
+        best = state.extra.many("candidate")[int(right.argmax())]
+        return self.chosen(state.without("candidate."), best, world)
+
+    def matched(
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: Setting
+    ) -> dict[str, Tensor]:
+        """The model that the clients' make under one setting."""
+        draw = np.random.default_rng(seed_for(world.seed, stage.round, stage.index, SERVER, "matching"))
+        counts = state.extra.tensor("labels")[[r.client for r in replies]]
+        models, sizes = [r.up.params for r in replies], [float(r.examples) for r in replies]
+        return match_models(world.model(SERVER), models, counts, sizes, setting, draw)
+
+    def chosen(self, state: State, params: Tensors, world: World) -> State:
+        """The state whose model has these parameters, and the widths that they have."""
+        return replace(state.next(params=params), model=widened(world.model(SERVER), params))
+
+
+@dataclass(frozen=True)
+class Tried(ClientWork):
+    """Nothing is trained: the client counts how many of its examples each candidate gets right."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        right = [self.right(params, view) for params in down.many("candidate").values()]
+        return Carry({}, constants={"right": torch.tensor(right, dtype=torch.int64)})
+
+    def right(self, params: Tensors, view: View) -> int:
+        """How many of the client's examples a candidate gets right."""
+        logits = view.logits(params, model=widened(view.model, params))
+        return int((logits.argmax(1) == view.data.labels.cpu()).sum())
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(right=carry["right"]), NOTHING
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """``right``: of the client's examples, how many each candidate gets right."""
+        return {"right": carry["right"].tolist()}

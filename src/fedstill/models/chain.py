@@ -1,0 +1,85 @@
+"""Networks as chains of layers with weights: what they consist of, and the same chain with other numbers of units.
+
+A *plain chain* is a body of convolutions, linear layers, ReLU, pooling, dropout and one flattening, and a linear head:
+its hidden units can be put in any order, and there can be more of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fedstill.errors import ConfigError
+from fedstill.models.resnet import Residual
+
+WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten)
+
+
+def plain_chain(m: nn.Module) -> list[str] | None:
+    """The names of a plain chain's layers from first to head, each with weight and bias; None for any other network.
+
+    An input of a linear layer after the flattening is one place of a channel: the channels' places follow each other.
+    """
+    body, head = getattr(m, "body", None), getattr(m, "head", None)
+    if not isinstance(body, nn.Sequential) or not _biased(head):
+        return None
+    named = [(f"body.{name}", layer) for name, layer in body.named_children()]
+    if not all(_biased(layer) or isinstance(layer, WITHOUT_WEIGHTS) for _, layer in named):
+        return None
+    return [*(name for name, layer in named if _biased(layer)), "head"]
+
+
+def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
+    """The convolutions of a residual network's last block, each with the layers after it that act on its channels.
+
+    None for a network without residual blocks.
+    """
+    blocks = [(name, part) for name, part in m.named_modules() if isinstance(part, Residual)]
+    if not blocks:
+        return None
+    found: list[tuple[str, list[str]]] = []
+    for name, layer in blocks[-1][1].path.named_children():
+        if isinstance(layer, nn.Conv2d):
+            found.append((f"{blocks[-1][0]}.path.{name}", []))
+        elif found:
+            found[-1][1].append(f"{blocks[-1][0]}.path.{name}")
+    return found
+
+
+def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
+    """A plain chain whose hidden layers have other numbers of units; its weights are new. Changes the module.
+
+    Raises ConfigError for another network, or another number of hidden layers.
+    """
+    names = plain_chain(m)
+    if names is None or len(names) - 1 != len(widths):
+        raise ConfigError(f"{type(m).__name__} has no {len(widths)} hidden layers whose widths could be set")
+    layers = [m.get_submodule(name) for name in names]
+    units = [_units(layer) for layer in layers]
+    for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+        inside = _inside(layer) if i == 0 else _inside(layer) // units[i - 1] * widths[i - 1]
+        m.set_submodule(name, _like(layer, inside, widths[i] if i < len(widths) else units[i]))
+    return m
+
+
+def _biased(layer: object) -> bool:
+    plain = isinstance(layer, nn.Linear) or (isinstance(layer, nn.Conv2d) and layer.groups == 1)
+    return plain and layer.bias is not None  # type: ignore[attr-defined]
+
+
+def _units(layer: Any) -> int:
+    return int(layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features)
+
+
+def _inside(layer: Any) -> int:
+    return int(layer.in_channels if isinstance(layer, nn.Conv2d) else layer.in_features)
+
+
+def _like(layer: Any, inside: int, out: int) -> nn.Module:
+    if isinstance(layer, nn.Conv2d):
+        kernel: Any = layer.kernel_size
+        stride: Any = layer.stride
+        return nn.Conv2d(inside, out, kernel, stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+    return nn.Linear(inside, out)

@@ -1,0 +1,78 @@
+"""The measure ``boundaries``: what it writes agrees with the model that it looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.experiment.journal import read
+from fedstill.experiment.measures.boundaries import STEPS
+from fedstill.experiment.prepare import prepare
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
+from fedstill.files import digest
+from fedstill.models import contract
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose features are two numbers: there the plane is all there is."""
+    folder = tmp_path_factory.mktemp("boundaries") / "run"
+    torch.set_num_threads(1)
+    suited = toys.suited("qkt")
+    experiment = toys.toy("qkt", measure=("local", "boundaries"), model={"name": "mlp", "hidden": (8, 2)}, **suited)
+    run(experiment, folder, data=toys.blobs())
+    return folder
+
+
+def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked: Path) -> None:
+    events = read(looked / "journal.jsonl")
+    found = [e for e in events if e.get("measure") == "boundaries"]
+    assert [e["name"] for e in found] == ["fit", "transfer", "refine"]
+    start, asked = events[0], events[0]["queries"]
+    client = min(int(c) for c in asked)
+    for event in found:
+        assert (event["client"], event["query"]) == (client, asked[str(client)])
+        own = [c for c, n in enumerate(start["label_counts"][client]) if n and c not in event["query"]]
+        assert event["own"] == own
+        assert set(event["labels"]) == {*own, *event["query"]}
+        same = next(
+            e for e in events if e.get("client") == client and e["event"] == "client" and e["name"] == event["name"]
+        )
+        right = [n / t for n, t in zip(same["correct_by_class"], start["test_counts"], strict=True)]
+        assert event["accuracy"] == pytest.approx(right)
+
+
+def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) -> None:
+    event = [e for e in read(looked / "journal.jsonl") if e.get("measure") == "boundaries"][-1]
+    prepared = prepare(
+        settle(toys.toy("qkt", model={"name": "mlp", "hidden": (8, 2)}, **toys.suited("qkt"))), toys.blobs()
+    )
+    config = digest((looked / "config.toml").read_bytes())
+    restored = Checkpoints(looked / "checkpoints", config, looked / "memory").latest()
+    assert restored is not None
+    params = restored.state.extra.many("student")[event["client"]]
+    test = prepared.sites.common_test
+    assert test is not None
+    shown = torch.isin(test.labels, torch.tensor([*event["query"], *event["own"]]))
+    x = prepared.sites.inputs.plain(test.images[shown])
+    said = contract.predictor(prepared.world.model(event["client"]), params)(x).argmax(1).tolist()
+    plane = np.array(event["plane"])
+    at = [
+        np.clip(np.round((np.array(event[k]) - low) / (high - low) * (STEPS - 1)).astype(int), 0, STEPS - 1)
+        for k, (low, high) in (("x", event["x_range"]), ("y", event["y_range"]))
+    ]
+    agree = plane[at[1], at[0]] == np.array(said)
+    assert agree.mean() > 0.9, "but for images within half a step of a line"
+    assert len(set(plane.flatten().tolist())) > 1
+
+
+def test_without_queries_it_is_refused_by_name() -> None:
+    with pytest.raises(IncompatibleMethod, match="measure boundaries: it looks at a client that asked; set query"):
+        prepare(settle(toys.toy("fedavg", measure=("boundaries",))), toys.blobs())

@@ -1,0 +1,113 @@
+"""ResNets with batch normalisation: averaged with running statistics, refined in evaluation mode, asked as peers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import plain
+import pytest
+import torch
+from plain import Federation, Params, ce, drive
+from torch import Tensor, nn
+
+import toys
+from fedstill.data.examples import Dataset
+from fedstill.experiment.prepare import Prepared, prepare
+from fedstill.experiment.settings import settle
+from fedstill.keys import generator, seed_for
+from fedstill.records import Tensors
+
+RESNET = {"name": "resnet18", "norm": "batch"}
+SIZE = 24
+
+
+@functools.cache
+def images() -> Dataset:
+    return toys.blobs_of(9, size=SIZE)
+
+
+def ready(method: object, model: object = RESNET, **changes: object) -> Prepared:
+    given = {
+        "rounds": 1,
+        "model": model,
+        "partition": {"kind": "iid"},
+        "topology": {"clients": 2},
+        "plan": {"epochs": 1, "batch": SIZE},
+    }
+    return prepare(settle(plain.experiment(method, **{**given, **changes})), images())
+
+
+@pytest.mark.parametrize(
+    "model", [RESNET, pytest.param({"name": "resnet50", "norm": "batch"}, marks=pytest.mark.slow)], ids=str
+)
+def test_running_statistics_are_averaged_like_weights(model: object) -> None:
+    prepared = ready("fedavg", model)
+    fed = Federation(prepared, epochs=1)
+    sent = [fed.fit(fed.start, ce, 1, c) for c in range(2)]
+    expected, ours = plain.average(sent), drive(prepared)[0][-1].params
+    counters = [k for k in ours if k.endswith("num_batches_tracked")]
+    statistics = [k for k in ours if k.endswith(("running_mean", "running_var"))]
+    assert len(statistics) == 2 * len(counters) > 30
+    for key in counters:
+        assert ours[key].dtype == torch.int64
+        assert int(ours[key]) == 1, "each client saw one batch"
+    for key in set(ours) - set(counters):
+        torch.testing.assert_close(ours[key], expected[key], rtol=1e-3, atol=2e-5)
+    a, b = (s.params["body.stem.1.running_mean"] for s in sent)
+    assert not torch.allclose(a, b), "the clients' differ, so their mean says something"
+
+
+def lacking(parts: int = 2) -> dict[str, object]:
+    """Each of two clients asks for a class; with one class more the other has."""
+    return {
+        "partition": {"kind": "pathological", "classes_per_client": 3},
+        "query": {"draw": "single", "fewer_than": 1},
+        "topology": {"clients": parts},
+        "seed": 7,
+    }
+
+
+def local_and_students(prepared: Prepared) -> tuple[dict[int, Tensors], dict[int, Tensors]]:
+    extra = drive(prepared)[0][-1].extra
+    return extra.many("model"), extra.many("student")
+
+
+def test_the_head_is_refined_on_features_in_evaluation_mode_and_nothing_else_moves() -> None:
+    """Without teachers phase 2 is cross-entropy on the head: one step of Adam on what the frozen extractor gives."""
+    plan = {"epochs": 1, "batch": SIZE, "lr": 0.01, "weight_decay": 0.0, "fit": {"validation": 0.0, "keep": "last"}}
+    method = {"name": "qkt", "threshold": 1.0}
+    one = local_and_students(ready({**method, "phases": 1}, plan=plan, **lacking()))[1]
+    prepared = ready(method, plan=plan, **lacking())
+    local, two = local_and_students(prepared)
+    fed = Federation(prepared)
+    assert set(two) == set(prepared.world.queries) == set(one)
+    for c, params in two.items():
+        for key in set(params) - {"head.weight", "head.bias"}:
+            assert torch.equal(params[key], one[c][key]), key
+        net = fed.net({**one[c], **{k: v for k, v in local[c].items() if k.startswith("head.")}})
+        head = one_step(net.eval(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
+        torch.testing.assert_close(params["head.weight"], head["weight"], rtol=1e-3, atol=1e-5)
+        trained = one_step(copy.deepcopy(net).train(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
+        assert not torch.allclose(params["head.weight"], trained["weight"], atol=1e-5), "in training mode it differs"
+
+
+def one_step(net: nn.Module, x: Tensor, y: Tensor, draw: torch.Generator) -> Params:
+    order = torch.randperm(len(y), generator=draw)
+    head = copy.deepcopy(net.head)
+    adam = torch.optim.Adam(head.parameters(), lr=0.01)
+    features = net.body(x[order]).detach()
+    nn.functional.cross_entropy(head(features), y[order]).backward()
+    adam.step()
+    return {k: v.detach() for k, v in head.state_dict().items()}
+
+
+def test_a_resnet_and_a_small_cnn_teach_each_other() -> None:
+    both = {"models": (RESNET, "qkt_cnn")}
+    prepared = ready("qkt", plan={"epochs": 1, "batch": SIZE, "fit": {"keep": "last"}}, clients=both, **lacking())
+    local, students = local_and_students(prepared)
+    assert students
+    for c, params in students.items():
+        assert {k: v.shape for k, v in params.items()} == {k: v.shape for k, v in local[c].items()}
+        assert all(bool(v.isfinite().all()) for v in params.values())
+        assert any(not torch.equal(params[k], local[c][k]) for k in params)
