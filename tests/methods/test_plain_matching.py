@@ -64,10 +64,11 @@ def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s
         if not groups:
             groups.extend([(j, row)] for row in range(size))
             return
-        groups.extend([] for _ in range(size))
-        for row, g in zip(*linear_sum_assignment(-scores), strict=True):
-            groups[g].append((j, int(row)))
-        groups[fresh:] = [g for g in groups[fresh:] if g]
+        for row, g in enumerate(linear_sum_assignment(-scores)[1]):
+            if g < fresh:
+                groups[g].append((j, row))
+            else:
+                groups.append([(j, row)])
 
     for j in range(n):
         join(j)
