@@ -18,7 +18,7 @@ from fedstill.experiment.measures.tsne import embedded
 from fedstill.report.features import GLOBALS, class_colour, class_name, dots, on_plane
 from fedstill.report.figures import Figure, Style, named, plain
 from fedstill.report.groups import Group
-from fedstill.report.markup import Html, choice, figure, section, sentence
+from fedstill.report.markup import Html, choice, escape, figure, section, sentence
 from fedstill.report.measured import Look, last_looks, reading
 
 RECEIVED, AGGREGATED = "received", "aggregated"
@@ -51,17 +51,14 @@ def joint(groups: Sequence[Group], style: Style) -> Html | None:
     families = _families([k for look in last_looks(groups, "tsne") if (k := _kept(look)) is not None])
     if not families:
         return None
-    figures = [
-        figure(
-            _figures(family, style),
-            SAYS,
-            f"{', '.join(k.group.label for k in family)} (seed {family[0].look.run.seed})",
-            "joint",
-        )
-        for family in families
-    ]
+    figures = [figure(_figures(family, style), SAYS, _title(family), "joint") for family in families]
     parts = [choice("joint", "Colour by", ["run", "class"]), *figures]
     return section("One model, trained on in several ways", sentence(SAYS), *parts, name="joint")
+
+
+def _title(family: Sequence[Kept]) -> Html:
+    """Which runs, and of which seed; the section says the rest."""
+    return Html(escape(f"{', '.join(k.group.label for k in family)} (seed {family[0].look.run.seed})"))
 
 
 def _kept(look: Look) -> Kept | None:
