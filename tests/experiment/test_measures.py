@@ -59,7 +59,8 @@ def measured(*names: str, **changes: Any) -> Experiment:
     model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
     chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
     more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
-    return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
+    asked = {"method": "qkt", **toys.suited("qkt")} if "boundaries" in names else {}
+    return toys.toy(**{"measure": list(names), **model, **chain, **more, **asked, **changes})
 
 
 @pytest.fixture(scope="module", params=MEASURES)

@@ -53,7 +53,7 @@ def test_the_page_holds_all_sections_and_valid_figures(finished: Path, tmp_path:
         go.Figure(figure)
     names = {t.get("name") for f in drawn for t in f["data"]}
     assert {"fedavg", "toy_failing"} <= names
-    assert sum(t["type"] == "heatmap" for f in drawn for t in f["data"]) == 2 * 3 + 2
+    assert sum(t["type"] == "heatmap" for f in drawn for t in f["data"]) == 2 * (3 + 1) + 2 * 3
 
 
 def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None:
