@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -112,7 +113,7 @@ def test_a_client_that_comes_first_waits(
         if len(slept) == 3:
             raise TimeoutError
 
-    monkeypatch.setattr(greeting.time, "sleep", sleep)
+    monkeypatch.setattr(greeting, "time", SimpleNamespace(sleep=sleep))
     with pytest.raises(TimeoutError):
         greeting.greet(member, insecure=False)
     assert capsys.readouterr().out == f"waiting for the server at {nobody}\n"
