@@ -11,13 +11,15 @@ import torch
 import toys
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.checkpoint import Checkpoints
+from fedstill.experiment.config import Experiment
 from fedstill.experiment.journal import read
 from fedstill.experiment.measures.boundaries import STEPS
 from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
+from fedstill.experiment.runner import resume, run
 from fedstill.experiment.settings import settle
 from fedstill.files import digest
 from fedstill.models import contract
+from run_bits import assert_same_bits, bits, stopped
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +27,20 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose features are two numbers: there the plane is all there is."""
     folder = tmp_path_factory.mktemp("boundaries") / "run"
     torch.set_num_threads(1)
-    suited = toys.suited("qkt")
-    experiment = toys.toy("qkt", measure=("local", "boundaries"), model={"name": "mlp", "hidden": (8, 2)}, **suited)
-    run(experiment, folder, data=toys.blobs())
+    run(asking("local", "boundaries"), folder, data=toys.blobs())
     return folder
+
+
+def asking(*measure: str) -> Experiment:
+    return toys.toy("qkt", measure=measure, model={"name": "mlp", "hidden": (8, 2)}, **toys.suited("qkt"))
+
+
+def test_it_leaves_no_trace_and_resumes_to_the_same_bits(looked: Path, tmp_path: Path) -> None:
+    run(asking("local"), tmp_path / "run", data=toys.blobs())
+    assert bits(tmp_path / "run")["model.safetensors"] == bits(looked)["model.safetensors"]
+    other = stopped(asking("local", "boundaries"), tmp_path / "stopped", 2)
+    resume(other, data=toys.blobs())
+    assert_same_bits(bits(other), bits(looked))
 
 
 def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked: Path) -> None:

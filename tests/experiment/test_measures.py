@@ -29,7 +29,9 @@ from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
 
-MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_")]
+APART = {"boundaries"}
+"""Of clients that asked, in one round: test_boundaries.py."""
+MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_") and n not in APART]
 WITH_REPLIES = {"local", "epochs", "private_public"}
 """Measured by clients within their stage."""
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
@@ -59,8 +61,7 @@ def measured(*names: str, **changes: Any) -> Experiment:
     model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
     chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
     more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
-    asked = {"method": "qkt", **toys.suited("qkt")} if "boundaries" in names else {}
-    return toys.toy(**{"measure": list(names), **model, **chain, **more, **asked, **changes})
+    return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
 
 
 @pytest.fixture(scope="module", params=MEASURES)
