@@ -19,7 +19,7 @@ from fedstill.keys import generator, seed_for
 from fedstill.records import Tensors
 
 RESNET = {"name": "resnet18", "norm": "batch"}
-SIZE = 24
+SIZE = 20
 
 
 @functools.cache

@@ -47,14 +47,23 @@ def percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> Table:
-    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers."""
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, narrow: bool = False) -> Table:
+    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers.
+
+    narrow: heads are broken between words, however much room there is.
+    """
     heads = [max(map(len, column.split()), default=0) for column in columns]
     widths = [max([heads[i], *(len(row[i]) for row in rows)]) for i in range(len(columns))]
     out = Table(box=None, pad_edge=False, header_style="bold")
     for i, column in enumerate(columns):
-        narrow = 0 if 0 < i < words else min(widths[i], 60)
-        out.add_column(column, justify="left" if i < words else "right", overflow="fold", min_width=narrow)
+        least = 0 if 0 < i < words else min(widths[i], 60)
+        out.add_column(
+            column,
+            justify="left" if i < words else "right",
+            overflow="fold",
+            min_width=least,
+            width=widths[i] if narrow else None,
+        )
     for row in rows:
         out.add_row(*row)
     return out
@@ -63,13 +72,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1)
 def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
     """A table whose first column holds text, in as many parts as ``width`` columns need; each begins with the first."""
     needs = [max([*(len(word) for word in c.split()), *(len(row[i]) for row in rows)]) for i, c in enumerate(columns)]
-    part: list[int] = []
+    if sum(max(n, len(c)) + GAP for n, c in zip(needs, columns, strict=True)) - GAP <= width:
+        yield table(columns, rows)
+        return
+    parts: list[list[int]] = [[0]]
     for i in range(1, len(columns)):
-        if part and needs[0] + sum(needs[k] + GAP for k in (*part, i)) > width:
-            yield table([columns[k] for k in (0, *part)], [[row[k] for k in (0, *part)] for row in rows])
-            part = []
-        part.append(i)
-    yield table([columns[k] for k in (0, *part)], [[row[k] for k in (0, *part)] for row in rows])
+        if len(parts[-1]) > 1 and needs[0] + sum(needs[k] + GAP for k in (*parts[-1][1:], i)) > width:
+            parts.append([0])
+        parts[-1].append(i)
+    for part in parts:
+        yield table([columns[k] for k in part], [[row[k] for k in part] for row in rows], narrow=True)
 
 
 def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
