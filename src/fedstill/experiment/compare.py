@@ -10,15 +10,13 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from threading import Lock, Thread
-from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 from fedstill.errors import ConfigError, FedstillError, RunExists
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.settings import Settings, settle
+from fedstill.experiment.stopping import Asked, StopsWhenAsked
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
@@ -137,8 +135,8 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
         _check_folder(outcome.variant)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
-    asked = _Asked(context.Event())
-    with asked, ProcessPoolExecutor(jobs, context, _StopsWhenAsked.listen, (asked.event,)) as pool:
+    asked = Asked(context.Event())
+    with asked, ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,)) as pool:
         waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
         while waiting or running:
             while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
@@ -169,7 +167,7 @@ def _do(variant: Variant, jobs: int) -> tuple[int, str]:
     if (variant.folder / "summary.json").is_file():
         return 0, ""
     os.environ.setdefault(WORKERS, str(max(1, cores() // jobs)))
-    watch = _StopsWhenAsked()
+    watch = StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
     try:
@@ -204,64 +202,3 @@ def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
     """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
     same = settings["engine"] in SAME_BITS or wanted["engine"] == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree
-
-
-class _Asked:
-    """Whether somebody pressed Ctrl-C or ended it, which the workers are told; the second time it ends at once."""
-
-    def __init__(self, event: Event) -> None:
-        self.event, self.stop = event, False
-
-    def __enter__(self) -> _Asked:
-        self._old = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, old in self._old.items():
-            signal.signal(number, old)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
-            raise KeyboardInterrupt
-        self.stop = True
-        self.event.set()
-
-
-class _StopsWhenAsked:
-    """A worker's watch: no display; a stop after the stage in which a signal came, or the comparison was ended."""
-
-    event: ClassVar[Event]
-    working: ClassVar[Lock] = Lock()
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    @classmethod
-    def listen(cls, event: Event) -> None:
-        """Stop when this is set, too; and do not wait for more work when there is nobody to give it."""
-        cls.event = event
-        Thread(target=cls._end_with_parent, daemon=True).start()
-
-    @classmethod
-    def _end_with_parent(cls) -> None:
-        if parent := multiprocessing.parent_process():
-            parent.join()
-        with cls.working:
-            os._exit(1)
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal; the second ends the process."""
-        self.asked += 1
-        if self.asked > 1:
-            os._exit(1)
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Nothing."""
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Nothing."""
-
-    def stop(self) -> bool:
-        """Whether a signal came, here or where the comparison was started, or the latter is no more."""
-        parent = multiprocessing.parent_process()
-        return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())

@@ -1,0 +1,73 @@
+"""Stopping a comparison: who started it is asked once to end it well, and its workers end with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Mapping
+from multiprocessing.synchronize import Event
+from threading import Lock, Thread
+from types import FrameType
+from typing import Any, ClassVar
+
+
+class Asked:
+    """Whether somebody pressed Ctrl-C or ended it, which the workers are told; the second time it ends at once."""
+
+    def __init__(self, event: Event) -> None:
+        self.event, self.stop = event, False
+
+    def __enter__(self) -> Asked:
+        self._old = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+        self.event.set()
+
+
+class StopsWhenAsked:
+    """A worker's watch: no display; a stop after the stage in which a signal came, or the comparison was ended."""
+
+    event: ClassVar[Event]
+    working: ClassVar[Lock] = Lock()
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    @classmethod
+    def listen(cls, event: Event) -> None:
+        """Stop when this is set, too; and do not wait for more work when there is nobody to give it."""
+        cls.event = event
+        Thread(target=cls._end_with_parent, daemon=True).start()
+
+    @classmethod
+    def _end_with_parent(cls) -> None:
+        if parent := multiprocessing.parent_process():
+            parent.join()
+        with cls.working:
+            os._exit(1)
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """Take a signal; the second ends the process."""
+        self.asked += 1
+        if self.asked > 1:
+            os._exit(1)
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Whether a signal came, here or where the comparison was started, or the latter is no more."""
+        parent = multiprocessing.parent_process()
+        return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())
