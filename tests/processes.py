@@ -8,8 +8,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.programs import descendants
+from fedstill.experiment.config import Experiment, as_toml
+from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.runner import run
+from fedstill.experiment.settings import settle
 
 LIMIT = 1800.0
 """Seconds after which a test gives up on anything."""
@@ -37,9 +42,10 @@ class Deployment:
     def start(self, name: str, *arguments: str) -> None:
         """Start ``fedstill`` with some arguments, its output in NAME.log."""
         with (self.place / f"{name}.log").open("ab") as log:
-            command = ["timeout", f"{LIMIT:g}", sys.executable, "-m", "fedstill", *arguments]
-            env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-            self.processes[name] = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            command = ["timeout", f"{LIMIT:g}", *fedstill_command(*arguments)]
+            self.processes[name] = subprocess.Popen(
+                command, env=beside_us(), stdout=log, stderr=log, start_new_session=True
+            )
 
     def server(self) -> None:
         self.start("server", "deploy", "server", str(self.federation.folder))
@@ -75,6 +81,22 @@ class Deployment:
             self.kill(name)
 
 
+def beside_us() -> dict[str, str]:
+    """The environment of a process that imports what the tests do, this folder's modules too."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+
+
+def fedstill_command(*arguments: str) -> list[str]:
+    """The command line of ``fedstill`` with some arguments."""
+    return [sys.executable, "-m", "fedstill", *arguments]
+
+
+def fedstill_(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``fedstill`` with some arguments, run to its end."""
+    command = fedstill_command(*arguments)
+    return subprocess.run(command, env=beside_us(), capture_output=True, text=True, timeout=LIMIT, check=False)
+
+
 @contextmanager
 def deployed(place: Path, clients: int) -> Iterator[Deployment]:
     """A federation whose server and clients run."""
@@ -93,3 +115,54 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def experiment(method: str, topology: str, **changes: Any) -> Experiment:
+    """Two rounds of digits, with as many threads everywhere."""
+    values: dict[str, Any] = {
+        "rounds": 2,
+        "seed": 3,
+        "threads": 1,
+        "method": method,
+        "data": {"name": "digits"},
+        "partition": {"kind": "dirichlet", "alpha": 1.0},
+        "topology": {"kind": topology, "clients": 3},
+        "plan": {"epochs": 1, "lr": 0.05, "batch": 50},
+        "clients": {"quorum": 0.3},
+    }
+    return Experiment(**{**values, **changes})
+
+
+def _submission(deployment: Deployment, what: Experiment, out: Path, flower: Mapping[str, Any]) -> list[str]:
+    tree = settle(replace(what, engine="serial")).tree
+    config = out.with_suffix(".toml")
+    config.write_text(as_toml({**tree, "engine": "flower", "flower": {"deadline": 900.0, **flower}}))
+    return ["run", str(config), "--federation", str(deployment.federation.folder), "--out", str(out), "-q"]
+
+
+def over(deployment: Deployment, what: Experiment, out: Path, **flower: Any) -> subprocess.CompletedProcess[str]:
+    """``fedstill run`` with the Flower engine over a deployment, to its end."""
+    return fedstill_(*_submission(deployment, what, out, flower))
+
+
+def starting(deployment: Deployment, what: Experiment, out: Path, **flower: Any) -> None:
+    """The same, begun as the deployment's process ``run``."""
+    deployment.start("run", *_submission(deployment, what, out, flower))
+
+
+def serial_of(what: Experiment, folder: Path) -> Path:
+    """The run directory of the same experiment on the serial engine."""
+    run(replace(what, engine="serial"), folder)
+    return folder
+
+
+def same_bits(folder: Path, other: Path) -> None:
+    """Assert that two runs have the same model, and the same journal but for times."""
+    assert (folder / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    assert [without_times(e) for e in events(folder)] == [without_times(e) for e in events(other)]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What a run's journal says so far."""
+    path = folder / "journal.jsonl"
+    return read(path) if path.is_file() else []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -310,3 +312,36 @@ class FailingWork(ClientWork):
             case "sparse":
                 params[name] = params[name].to_sparse()
         return Payload(up, params=params)
+
+
+@method("toy_troubled")
+@dataclass(frozen=True)
+class Troubled(Method):
+    """Averaging among three clients of which two make trouble in rounds 1 and 2, each in another way each time."""
+
+    plans: ClassVar[dict[str, Plan]] = {"train": SHORT}
+    gate: str = ""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return TroubledWork(stage.round, self.gate)
+
+
+@dataclass(frozen=True)
+class TroubledWork(ClientWork):
+    """Client 1 raises, then sends NaN; client 2 is slow, until there is a file ``gate``, then sends far too much."""
+
+    round: int
+    gate: str
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        match self.round, view.client:
+            case 1, 1:
+                raise RuntimeError("the disk of this site is gone")
+            case 1, 2:
+                while not Path(self.gate).exists():
+                    time.sleep(0.5)
+            case 2, 1:
+                params = {k: v * float("nan") for k, v in params.items()}
+            case 2, 2:
+                return Payload(params=params, more=torch.zeros(1 << 19)), NOTHING
+        return Payload(params=params), NOTHING

@@ -1,0 +1,98 @@
+"""Over real processes: clients and servers that are killed, raise, are slow, or send what they must not. Slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from fedstill.deploy.programs import descendants
+from flowers import needs_flower
+from processes import Deployment, events, experiment, fedstill_, over, same_bits, serial_of, starting
+
+pytestmark = [pytest.mark.slow, needs_flower]
+
+STAGE_SECONDS = 150.0
+"""The deadline of a stage that one client is to miss: much more than the others need."""
+
+
+def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment, tmp_path: Path) -> None:
+    """In round 1 the process that trains for client 0 is killed; in round 2 all of client 1, which starts again."""
+    what = experiment("scaffold", "parallel", plan={"epochs": 40})
+    serial = serial_of(what, tmp_path / "serial")
+    starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
+    three.until(lambda: works(three, "client0"), "client 0 to train")
+    os.kill(works(three, "client0")[0], signal.SIGKILL)
+    killed = time.monotonic()
+    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
+    print(f"\na client's process killed: its round ended {time.monotonic() - killed:.0f} s later")
+    three.until(lambda: works(three, "client1"), "client 1 to train")
+    three.kill("client1")
+    three.client(1)
+    killed = time.monotonic()
+    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    print(f"a node killed and started again: its round ended {time.monotonic() - killed:.0f} s later; same bits")
+    same_bits(tmp_path / "run", serial)
+
+
+def works(deployment: Deployment, name: str) -> list[int]:
+    """The processes that train for a client, if any."""
+    found = []
+    for pid in descendants(deployment.processes[name].pid):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        found += [pid] if b"flwr-clientapp" in command else []
+    return found
+
+
+def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_used_again(
+    three: Deployment, tmp_path: Path
+) -> None:
+    """Round 1: client 1 raises, 2 is too slow. Round 2: 1 sends NaN, 2 more than the limit. Round 3: all is well."""
+    gate = tmp_path / "gate"
+    what = experiment("toys:Troubled", "parallel", rounds=3, method={"name": "toys:Troubled", "gate": str(gate)})
+    starting(three, what, tmp_path / "run", deadline=STAGE_SECONDS, max_mb=1)
+    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
+    gate.touch()
+    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    refused = {(e["round"], e["client"]): e["refused"] for e in events(tmp_path / "run") if "refused" in e}
+    print("\n" + "\n".join(f"round {r}, client {c}: {why}" for (r, c), why in sorted(refused.items())))
+    assert sorted(refused) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+    assert refused[1, 1] == "failed: RuntimeError: the disk of this site is gone"
+    assert refused[1, 2] == f"failed: did not reply within the deadline of {STAGE_SECONDS:g} s (flower.deadline)"
+    assert "is not finite" in refused[2, 1]
+    assert "over the limit of 1048576" in refused[2, 2]
+
+
+def test_a_killed_server_is_resumed_to_the_bits_of_the_uninterrupted_run(three: Deployment, tmp_path: Path) -> None:
+    what = experiment("scaffold", "parallel", plan={"epochs": 2})
+    serial = serial_of(what, tmp_path / "serial")
+    starting(three, what, tmp_path / "run")
+    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "the first round")
+    three.kill("server")
+    three.kill("run")
+    three.server()
+    done = fedstill_("resume", str(tmp_path / "run"), "-q")
+    assert done.returncode == 0, done.stderr
+    same_bits(tmp_path / "run", serial)
+    print("\nserver killed and resumed: same bits")
+
+
+def test_a_configuration_that_no_site_has_accepted_stops_by_name(three: Deployment, tmp_path: Path) -> None:
+    sites = [three.federation.client(c) / "site.toml" for c in range(three.federation.clients)]
+    before = [site.read_text() for site in sites]
+    for site, text in zip(sites, before, strict=True):
+        site.write_text(text + f'accept = ["{"0" * 64}"]\n')
+    try:
+        done = over(three, experiment("fedavg", "parallel"), tmp_path / "run")
+    finally:
+        for site, text in zip(sites, before, strict=True):
+            site.write_text(text)
+    assert done.returncode == 1
+    assert "this site has not accepted the configuration" in done.stderr, done.stderr
+    print("\n" + done.stderr.strip())

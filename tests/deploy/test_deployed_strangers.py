@@ -1,0 +1,125 @@
+"""Over real processes: clients that a server must not let in, and servers that a client must not trust. Slow.
+
+Each is tried twice: with Flower's own SuperNode, which must not get in whatever fedstill says first, and with
+``fedstill deploy client``, which must say in one line why. All begin at once, so that they wait together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from fedstill.deploy import certificates, folder, programs
+from fedstill.deploy.folder import Federation, Membership
+from flowers import needs_flower
+from processes import Deployment, fedstill_, fedstill_command, free_port
+
+pytestmark = [pytest.mark.slow, needs_flower]
+
+SECONDS = 120
+"""How long a SuperNode is let try; it never gives up on a server whose certificate is not good."""
+
+SAYS = {
+    "wrong CA": "is not signed by this client's ca.crt",
+    "expired": "has expired; on the server: fedstill deploy renew DIR",
+    "wrong host name": "does not name 127.0.0.1; on the server: fedstill deploy renew DIR --host 127.0.0.1",
+    "unknown key": "the server refuses this client: its key is not listed in the server's folder, allowed",
+    "plain-text client": "speaks TLS: leave --insecure-for-testing out",
+}
+
+
+@dataclass
+class Tried:
+    """What came of a stranger: its SuperNode's log, and the last line and status of ``fedstill deploy client``."""
+
+    node: subprocess.Popen[bytes]
+    ours: subprocess.Popen[bytes]
+    place: Path
+
+
+@pytest.fixture(scope="module")
+def tried(three: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried]]:
+    place, started = tmp_path_factory.mktemp("strangers"), dict[str, Tried]()
+    with contextlib.ExitStack() as stack:
+        for what in SAYS:
+            here = place / what.replace(" ", "-")
+            member = stranger(what, three, here, stack)
+            insecure = what == "plain-text client"
+            command = ["timeout", str(SECONDS), *programs.supernode(member, insecure)]
+            more = ["--insecure-for-testing"] if insecure else []
+            ours = fedstill_command("deploy", "client", str(member.folder), "--wait", "0", *more)
+            running = [stack.enter_context(spoken(c, here / n)) for c, n in ((command, "node"), (ours, "ours"))]
+            started[what] = Tried(*running, here)
+        yield started
+
+
+@contextlib.contextmanager
+def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (
+        log.open("wb") as file,
+        programs.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+    ):
+        yield p
+
+
+def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitStack) -> Membership:
+    """A client's folder that a federation did not make, or made for another server."""
+    theirs = folder.membership(three.federation.client(0))
+    here.mkdir()
+    for name in ("ca.crt", "client.key", "client.toml", "site.toml"):
+        (here / name).write_bytes((theirs.folder / name).read_bytes())
+    address = theirs.address
+    match what:
+        case "wrong CA":
+            certificates.write_authority(here, certificates.make_authority("stranger"))
+        case "unknown key":
+            certificates.make_client(here / "client.key")
+        case "expired" | "wrong host name":
+            days, host = (-1, "127.0.0.1") if what == "expired" else (9, "elsewhere.example.org")
+            other = folder.init(here / "fed", 1, ("127.0.0.1",), "127.0.0.1", free_port(), "1.0")
+            listening(other, days, host, stack)
+            (here / "ca.crt").write_bytes((other.server / "ca.crt").read_bytes())
+            address = other.address
+    text = (here / "client.toml").read_text()
+    text = text.replace(theirs.address, address).replace(f"port = {theirs.port}", f"port = {free_port()}")
+    (here / "client.toml").write_text(text)
+    return replace(folder.membership(here), port=free_port())
+
+
+def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:
+    """A server with a certificate for this host and so many days, started past fedstill's own look at it."""
+    command = programs.superlink(other, False)
+    certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
+    process = stack.enter_context(spoken(command, other.server / "log"))
+    programs.wait_for_port(other, process, 600)
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_a_stranger_gets_nowhere_and_is_told_why(what: str, tried: dict[str, Tried], three: Deployment) -> None:
+    it = tried[what]
+    assert it.ours.wait(600) == 1
+    said = (it.place / "ours").read_text(errors="replace").strip().splitlines()[-1]
+    print(f"\n{what}: {said}")
+    assert said.startswith("error: ")
+    assert SAYS[what] in said
+    assert it.node.wait(600) != 0
+    assert "SuperNode ID" not in (it.place / "node").read_text(errors="replace"), "Flower says that when it is let in"
+    if what == "unknown key":
+        assert "ApiError:2004" in three.log("server"), "the server says so too, with the key"
+
+
+def test_without_certificates_nothing_starts(tmp_path: Path) -> None:
+    made = Deployment(tmp_path, 1)
+    (made.federation.server / "server.crt").unlink()
+    (made.federation.client(0) / "ca.crt").unlink()
+    for arguments in (("server", str(made.federation.folder)), ("client", str(made.federation.client(0)))):
+        done = fedstill_("deploy", *arguments)
+        assert done.returncode == 2
+        assert "is missing: without" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        print("\n" + done.stderr.strip())
