@@ -16,24 +16,24 @@ SAYS = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is 
 
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
-    figures = _figures(groups, "partition")
     says = (
         "Each line is one method on splits that differ in one number only. A method that holds against uneven data has "
         "a flat line."
     )
-    name = "heterogeneity"
-    return section("The more uneven the data", sentence(says), grid(figures), name=name) if figures else None
+    return _section("heterogeneity", "The more uneven the data", says, _figures(groups, "partition"))
 
 
 def sensitivity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a number of the method; None if none varies with all else equal."""
-    figures = _figures(groups, "method")
     says = (
         "Each line is one method on one split, whose runs differ in one number only; dotted: what else ran on that "
         "split. A flat line needs no tuning."
     )
-    name = "sensitivity"
-    return section("How much a setting matters", sentence(says), grid(figures), name=name) if figures else None
+    return _section("sensitivity", "How much a setting matters", says, _figures(groups, "method"))
+
+
+def _section(name: str, title: str, says: str, figures: Sequence[Html]) -> Html | None:
+    return section(title, sentence(says), grid(figures), name=name) if figures else None
 
 
 def _figures(groups: Sequence[Group], table: str) -> list[Html]:

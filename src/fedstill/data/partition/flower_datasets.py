@@ -46,6 +46,7 @@ def flower_datasets(
         return [np.asarray(split.load_partition(i)[PLACE], dtype=np.int64) for i in range(count)]
     except ConfigError:
         raise
+    # what their partitioners raise for options or labels that don't fit, at construction and at the first load
     except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"partition {partitioner} refuses: {type(error).__name__}: {error}") from error
 

@@ -22,5 +22,5 @@ class Epochs(Measure):
     each_epoch: ClassVar[bool] = True
 
     def images(self, test: int, clients: int, own: int) -> int:
-        """The test set at each client, once for the model received and once for every epoch."""
+        """The test set at each client: one look, of which there is one before and one after every epoch."""
         return test * clients
