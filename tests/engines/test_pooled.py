@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.engines.cores import workers
+from fedstill.engines.cores import cores, lone_threads, workers
 from fedstill.engines.memory import Memory
 from fedstill.engines.pooled import PooledEngine
 from fedstill.errors import ConfigError, CorruptFile
@@ -119,3 +119,11 @@ def test_a_number_of_workers_that_is_none_is_refused(said: str, monkeypatch: pyt
     monkeypatch.setenv("FEDSTILL_WORKERS", said)
     with pytest.raises(ConfigError, match="FEDSTILL_WORKERS"):
         workers()
+
+
+@pytest.mark.parametrize(("said", "threads"), [("3", 3), ("2,1", 2), ("0", None), ("", None), ("many", None)])
+def test_a_lone_client_has_the_threads_that_openmp_is_told(
+    said: str, threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert lone_threads() == (threads or cores())

@@ -32,6 +32,12 @@ def workers() -> int:
     return int(said) if said else cores()
 
 
+def lone_threads() -> int:
+    """Torch threads for work that has the machine to itself: one a core, or the first number of ``OMP_NUM_THREADS``."""
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(said) if said.isdecimal() and int(said) else cores()
+
+
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """What each job gives, in their order; every job has one torch thread, so the bits do not depend on ``workers``."""
     if min(workers, len(jobs)) < 2:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fedstill.engines.cores import WORKERS, cores
 from fedstill.errors import ConfigError, FedstillError, RunExists
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.settings import Settings, settle
@@ -120,7 +121,7 @@ def rounds_of(variant: Variant) -> int:
 def jobs_that_fit() -> int:
     """How many runs to do at once: one a core, as far as memory goes."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(os.cpu_count() or 1, int(free / BYTES_A_RUN)))
+    return max(1, min(cores(), int(free / BYTES_A_RUN)))
 
 
 def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
@@ -161,7 +162,6 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
 
 
 def _do(variant: Variant, jobs: int) -> tuple[int, str]:
-    from fedstill.engines.cores import WORKERS, cores
     from fedstill.experiment import runner
 
     if (variant.folder / "summary.json").is_file():

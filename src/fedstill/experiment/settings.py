@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 
 from fedstill import registry
+from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.architectures import checked_models
@@ -242,7 +242,7 @@ def _query(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _threads(value: Any) -> tuple[int, int]:
     if value == "auto":
-        return 1, os.cpu_count() or 1
+        return 1, lone_threads()
     return (value, value) if isinstance(value, int) else value
 
 
