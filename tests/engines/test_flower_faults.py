@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,42 @@ def test_a_node_that_restarts_within_the_deadline_costs_nothing(whole: Path, tmp
         grid=Restarting(experiment, tmp_path / "sites", None),
     )
     same_bits(tmp_path / "run", whole)
+
+
+def test_what_a_node_held_when_it_restarted_is_sent_again_within_the_deadline(whole: Path, tmp_path: Path) -> None:
+    """It is back before Flower misses it, under its old id: the message is gone, and no error says so."""
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return None if (client, round, before) == (2, 2, 0) else grid.work(client, data)
+
+    grid = troubled(tmp_path / "run", trouble, deadline=30, retries=2)
+    same_bits(tmp_path / "run", whole)
+    assert grid._met[(2, 2, 0)] == 2
+
+
+def test_a_client_that_works_for_longer_than_its_share_is_asked_again_and_its_first_answer_counts(
+    whole: Path, tmp_path: Path
+) -> None:
+    class Slow(TroubledGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> list[Any]:
+            self._replies.update({i: reply for i, (ready, reply) in late.items() if self.time >= ready})
+            return super().pull_messages(message_ids)
+
+    late: dict[str, tuple[float, bytes]] = {}
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        reply = grid.work(client, data)
+        if (client, round) != (2, 2) or reply is None:
+            return reply
+        if not before:
+            late[parsed(data).metadata.message_id] = (grid.time + 15, reply)
+        return None
+
+    experiment = over_flower(REMEMBERING, deadline=30, retries=2)
+    grid = Slow(experiment, tmp_path / "sites", trouble)
+    run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
+    same_bits(tmp_path / "run", whole)
+    assert grid._met[(2, 2, 0)] == 2, "asked again after ten seconds"
 
 
 def test_two_nodes_that_claim_one_client_are_both_left_out_by_name(tmp_path: Path) -> None:

@@ -28,10 +28,12 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a stage may take and how often a lost message is sent again.
+    """How long a stage may take and how often a message is sent again.
 
     ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the deadline. ``retries``:
-    how often a message that Flower lost is sent again. ``poll``: seconds between looks. ``max_bytes``: of an answer.
+    how often a message is sent again that Flower lost, or that nobody has answered in its share of the deadline: what a
+    node held when it restarted is gone, and Flower does not say so if it is back soon. ``poll``: seconds between looks.
+    ``max_bytes``: of an answer.
     """
 
     deadline: float = 600.0
@@ -40,14 +42,20 @@ class Patience:
     poll: float = 0.2
     max_bytes: int = 1 << 30
 
+    @property
+    def share(self) -> float:
+        """Seconds after which a message without an answer is sent again."""
+        return self.deadline / (self.retries + 1)
+
 
 @dataclass
 class _Call:
-    """One client's request: the message under way, how often it was sent, what became of it."""
+    """One client's request: the messages under way, how often and when last it was sent, what became of it."""
 
     request: Request
     sent: int = 0
-    message: str | None = None
+    again: float = 0.0  # when it is due to be sent again
+    messages: set[str] = field(default_factory=set)
     lost: str = ""
     answer: Answer | None = None
 
@@ -67,15 +75,18 @@ class Fleet:
         end = self.clock.monotonic() + self.patience.deadline
         calls = {r.client: _Call(r) for r in requests}
         while True:
-            unsent = [c for c in calls.values() if c.answer is None and c.message is None]
-            if unsent:
-                self._send(unsent, self._nodes(calls, end), end)
+            due = [c for c in calls.values() if c.answer is None and self._due(c)]
+            if due:
+                self._send(due, self._nodes(calls, end), end)
             self._collect(calls)
             left = end - self.clock.monotonic()
             if all(c.answer for c in calls.values()) or left <= 0:
                 break
             self.clock.sleep(min(self.patience.poll, left))
         return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
+
+    def _due(self, call: _Call) -> bool:
+        return not call.messages or (call.sent <= self.patience.retries and self.clock.monotonic() >= call.again)
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
         """The nodes of each client that are online; nodes not met before are asked who they are."""
@@ -98,7 +109,8 @@ class Fleet:
     def _introduce(self, nodes: Sequence[int], end: float) -> None:
         from flwr.app import ConfigRecord, Message, RecordDict
 
-        ask = [Message(RecordDict({"ask": ConfigRecord()}), n, WHOAMI, ttl=self._ttl(end)) for n in nodes]
+        ttl = min(self._ttl(end), self.patience.share)
+        ask = [Message(RecordDict({"ask": ConfigRecord()}), n, WHOAMI, ttl=ttl) for n in nodes]
         ids = self.grid.push_messages(ask) if ask else []
         self._asked.update({i: n for i, n in zip(ids, nodes, strict=True) if i})
 
@@ -114,16 +126,19 @@ class Fleet:
                 messages.append(Message(content(call.request), there[0], STAGE, ttl=self._ttl(end)))
                 sending.append(call)
         for call, id in zip(sending, self.grid.push_messages(messages) if messages else [], strict=True):
-            call.sent, call.message = call.sent + 1, id or None
-            if not id:
+            call.sent, call.again = call.sent + 1, self.clock.monotonic() + self.patience.share
+            if id:
+                call.messages.add(id)
+            else:
                 self._lose(call, "the message could not be sent")
 
     def _collect(self, calls: dict[int, _Call]) -> None:
-        under_way = {c.message: c for c in calls.values() if c.message and c.answer is None}
+        under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
         for message in self.grid.pull_messages(list(under_way)) if under_way else ():
             call = under_way.get(message.metadata.reply_to_message_id)
             if call is None:
                 continue
+            call.messages.discard(message.metadata.reply_to_message_id)
             if message.has_error():
                 code, reason = message.error.code, " ".join((message.error.reason or "").split())
                 if code == RAISED:
@@ -143,8 +158,8 @@ class Fleet:
         return answer
 
     def _lose(self, call: _Call, why: str) -> None:
-        call.message, call.lost = None, why
-        if call.sent > self.patience.retries:
+        call.lost = why
+        if call.sent > self.patience.retries and not call.messages:
             call.answer = _failed(call.request, why)
 
     def _silence(self, call: _Call) -> str:
