@@ -40,7 +40,9 @@ class Deployment:
             path.write_text(path.read_text().replace(f"port = {folder.NODE_PORT + client}", f"port = {free_port()}"))
 
     def start(self, name: str, *arguments: str) -> None:
-        """Start ``fedstill`` with some arguments, its output in NAME.log."""
+        """Start ``fedstill`` with some arguments, its output in NAME.log; what had that name has to end first."""
+        if name in self.processes:
+            self.processes.pop(name).wait(60)
         with (self.place / f"{name}.log").open("ab") as log:
             command = ["timeout", f"{LIMIT:g}", *fedstill_command(*arguments)]
             self.processes[name] = subprocess.Popen(
@@ -117,7 +119,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def experiment(method: str, topology: str, **changes: Any) -> Experiment:
+def experiment(method: str, topology: str, /, **changes: Any) -> Experiment:
     """Two rounds of digits, with as many threads everywhere."""
     values: dict[str, Any] = {
         "rounds": 2,

@@ -105,7 +105,7 @@ def test_a_stranger_gets_nowhere_and_is_told_why(what: str, tried: dict[str, Tri
     assert it.ours.wait(600) == 1
     said = (it.place / "ours").read_text(errors="replace").strip().splitlines()[-1]
     print(f"\n{what}: {said}")
-    assert said.startswith("error: ")
+    assert said.startswith("fedstill: ")
     assert SAYS[what] in said
     assert it.node.wait(600) != 0
     assert "SuperNode ID" not in (it.place / "node").read_text(errors="replace"), "Flower says that when it is let in"
