@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import fedstill
 from fedstill.cli import call
 from fedstill.deploy import certificates, folder, programs
 from fedstill.errors import ConfigError, RunExists
@@ -164,3 +165,10 @@ def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:
     code += "print([m for m in ('flwr', 'ray', 'cryptography', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
+    ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
+    folder.write_app(written, 3, fedstill.__version__)
+    for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
+        assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

@@ -1,0 +1,1 @@
+"""fedstill as a Flower app."""
