@@ -19,6 +19,10 @@ RAISED = 2
 """Flower's error code for a ClientApp that raised: asking again would raise again."""
 
 
+GRACE = 5.0
+"""Seconds by which a message outlives its stage: that the deadline has passed is then ours to say, not Flower's."""
+
+
 class Clock(Protocol):
     """What time it is, and waiting: the module ``time``, or a grid in which time passes by waiting alone."""
 
@@ -169,7 +173,7 @@ class Fleet:
         return f"did not reply {late}" if call.sent else f"was not connected {late}"
 
     def _ttl(self, end: float) -> float:
-        return self.patience.ttl or max(1.0, end - self.clock.monotonic())
+        return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
 
 
 def _failed(request: Request, why: str) -> Answer:
