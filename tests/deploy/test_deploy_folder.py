@@ -167,8 +167,12 @@ def test_nothing_of_flower_is_imported_before_it_is_needed() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+SUPERNODES = 2
+"""So many virtual clients Flower's simulation has if nobody says otherwise."""
+
+
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
     ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
-    folder.write_app(written, 3, fedstill.__version__)
+    folder.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

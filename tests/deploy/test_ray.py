@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from fedstill.deploy.programs import environment, program
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.journal import read, without_times
 from fedstill.experiment.runner import run
 from flowers import needs_flower
+from processes import LIMIT, beside_us, kill_all_with
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,3 +43,22 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) 
     ours, theirs = ([without_times(e) for e in read(tmp_path / n / "journal.jsonl")] for n in ("ray", "serial"))
     assert ours == theirs
     print([e["seconds_training"] for e in read(tmp_path / "ray/journal.jsonl") if e["event"] == "round"], "s a round")
+
+
+def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path: Path) -> None:
+    app, home = tmp_path / "app", tmp_path / "home"
+    shutil.copytree(Path(__file__).parents[2] / "deploy" / "flower-app", app)
+    settings = {**environment(home), "PYTHONPATH": beside_us()["PYTHONPATH"]}
+    try:
+        done = subprocess.run(
+            [program("flwr"), "run", ".", "--stream"],
+            cwd=app,
+            env=settings,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        (out,) = app.glob("runs/*")
+        assert len([e for e in read(out / "journal.jsonl") if e["event"] == "round"]) == 2, done.stdout
+    finally:
+        kill_all_with(f"FLWR_HOME={home}")  # Flower starts a SuperLink and leaves it running

@@ -42,7 +42,7 @@ name = "fedstill-app"
 version = "{version}"
 description = "fedstill on Flower: all it does is in the installed library"
 license = "Apache-2.0"
-dependencies = ["fedstill[flower]=={version}"]
+dependencies = []  # Flower would install them at every run: fedstill[flower] {version} must be on every machine already
 
 [tool.hatch.build.targets.wheel]
 packages = ["fedstill_app"]
