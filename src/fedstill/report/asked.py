@@ -9,7 +9,7 @@ from typing import Any
 from fedstill.errors import CorruptFile
 from fedstill.experiment.journal import Event
 from fedstill.fitting import FIT
-from fedstill.report.figures import COLOURS, Figure, Style, faint, layout, named, plain, rounded
+from fedstill.report.figures import COLOURS, DASHES, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
@@ -18,6 +18,7 @@ from fedstill.report.runs import JOURNAL, Run
 PER_CENT = {"tickformat": ".0%"}
 HEIGHT = 380
 MOST_CLIENTS = 20
+NOT_DOTTED = [d for d in DASHES if d != "dot"]
 
 
 def asked(groups: Sequence[Group], style: Style) -> Html | None:
@@ -56,7 +57,7 @@ def probed(groups: Sequence[Group]) -> Html | None:
         errors = [
             sum((a - b) ** 2 for a, b in zip(s, p, strict=True)) / len(s) for s, p in zip(shares, seen, strict=True)
         ]
-        names = [f"{c} (error {e:.3f})" for c, e in zip(clients, errors, strict=True)]
+        names = [f"client {c} (error {e:.3f})" for c, e in zip(clients, errors, strict=True)]
         left = figure([_map(shares, names, run.classes)], "Label shares of each client's data.", "Label shares")
         right = figure([_map(seen, names, run.classes)], "Mean prediction of its model on noise.", "Noise probe")
     says = (
@@ -179,12 +180,12 @@ def _epochs(run: Run) -> Figure:
         alone = {a["client"]: a["average_accuracy_before"] for a in _last(run).get("answers") or []}
         for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
             scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
-            name, colour = f"client {client}", COLOURS[len(data) // 2 % len(COLOURS)]
+            turn, place = divmod(len(data) // 2, len(COLOURS))
+            name, colour, dash = f"client {client}", COLOURS[place], NOT_DOTTED[turn % len(NOT_DOTTED)]
             line = {"type": "scatter", "mode": "lines", "legendgroup": name, "hovertemplate": "%{y:.1%}"}
             epochs, before = list(range(1, len(scores) + 1)), alone.get(client)
-            data.append(
-                {**line, "name": name, "x": epochs, "y": [rounded(s) for s in scores], "line": {"color": colour}}
-            )
+            drawn = {"x": epochs, "y": [rounded(s) for s in scores], "line": {"color": colour, "dash": dash}}
+            data.append({**line, "name": name, **drawn})
             level = [None if before is None else rounded(before)] * 2
             dots = {"color": colour, "dash": "dot", "width": 1}
             data.append(
@@ -204,7 +205,10 @@ def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequenc
         "zmax": 1,
         "colorscale": COUNTS,
         "showscale": False,
-        "hovertemplate": "client %{y}, class %{x}: %{z:.3f}<extra></extra>",
+        "hovertemplate": "%{y}, class %{x}: %{z:.3f}<extra></extra>",
     }
-    axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    axes = {
+        "xaxis": {"type": "category", "title": {"text": "class"}},
+        "yaxis": {"type": "category", "autorange": "reversed"},
+    }
     return {"data": [trace], "layout": layout(**axes, height=80 + max(160, 24 * len(names)), showlegend=False)}
