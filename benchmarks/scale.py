@@ -1,7 +1,8 @@
 """Seconds and bytes against clients, clients a round, model size and teachers: one thing varied at a time.
 
-``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows. Every row is a run
-in a process of its own, on synthetic images; memory is the most that process held (resident set), start-up included.
+``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows, ``--plot FILE``
+draws them (``pip install 'fedstill[docs]'``). Every row is a run in a process of its own, on synthetic images;
+memory is the most that process held (resident set), start-up included.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +46,14 @@ AXES: Mapping[str, tuple[Case, ...]] = {
     "teachers": tuple(Case(method="aver", teachers=n) for n in (0, 1, 5, 10)),
 }
 """What is varied, by name; the rest of a case stays as it is."""
+
+PICTURE = {
+    ("clients",): "clients, 20 a round, 20,000 images in all (MOON)",
+    ("sampled", "stacked"): "clients a round",
+    ("width",): "width of the model's two hidden layers",
+    ("teachers",): "teachers a client (AVER)",
+}
+"""The columns of the picture: what is drawn together, and what its axis says."""
 
 
 def run_case(case: Case) -> dict[str, float]:
@@ -101,12 +111,44 @@ def rows(names: list[str], rounds: int) -> Iterator[tuple[str, Case, dict[str, f
                 yield name, one, pool.apply(run_case, (one,))
 
 
+def plot(kept: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Seconds a round and memory over each thing that was varied; what was stacked stands beside what was not."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "fedstill"  # the same file for the same rows
+    from matplotlib import pyplot
+
+    groups = [g for g in PICTURE if any(row["varied"] in g for row in kept)]
+    figure, axes = pyplot.subplots(2, len(groups), figsize=(3.4 * len(groups), 5.2), squeeze=False)
+    for column, group in enumerate(groups):
+        for name in group:
+            found = [row for row in kept if row["varied"] == name]
+            key, label = ("sampled", "stacked") if name == "stacked" else (name, "pooled")
+            for row, what in enumerate(("round", "memory")):
+                values = [r[what] / (1e6 if what == "memory" else 1) for r in found]
+                axes[row, column].plot([r[key] for r in found], values, "o-", label=label)
+        for row, says in enumerate(("seconds a round", "memory, MB")):
+            axes[row, column].set(
+                xlabel=PICTURE[group], ylabel=says, xscale="symlog", ylim=(0, 1.1 * axes[row, column].get_ylim()[1])
+            )
+            axes[row, column].grid(alpha=0.3)
+            axes[row, column].set_xticks(ticks := sorted({r[key] for r in kept if r["varied"] in group}))
+            axes[row, column].set_xticklabels([f"{t:,}" for t in ticks])
+            axes[row, column].minorticks_off()
+        if len(group) > 1:
+            axes[0, column].legend()
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+
+
 def main() -> None:
     """Measure, and print one row a run."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--only", nargs="*", choices=list(AXES), default=list(AXES))
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--json", type=Path)
+    options.add_argument("--plot", type=Path)
     given = options.parse_args()
     table = Table(title=f"{given.rounds} rounds each; everything but the varied thing as in Case")
     for head in ("varied", "run", "start-up, s", "round, s", "memory, MB", "disk, MB", "journal, MB"):
@@ -120,6 +162,8 @@ def main() -> None:
     Console(width=150).print(table)
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1))
+    if given.plot:
+        plot(kept, given.plot)
 
 
 if __name__ == "__main__":
