@@ -69,7 +69,7 @@ def test_a_real_browser_draws_all_figures(browser: Any, finished: Path, tmp_path
     charts = browser.execute_script(
         "return [...document.querySelectorAll('.chart')].map(c => c.querySelectorAll('.main-svg .subplot.xy').length)"
     )
-    assert charts == [1] * 11
+    assert charts == [1] * page.read_text().count('class="chart"')
     traces = "return document.querySelectorAll('.scatterlayer .trace').length"
     assert browser.execute_script(traces) >= 2 * (2 + 2 + 2 + 2 + 1 + 1)
     assert browser.execute_script("return document.querySelectorAll('.heatmaplayer image').length") == 3

@@ -26,17 +26,23 @@ from fedstill.metrics.private_public import private_public
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
+Accuracies = Sequence[Any]
+"""One number in [0, 1] for each class, None for a class without test images."""
+
 
 @dataclass
 class Measuring:
-    """Turns what happens into journal events, and remembers what later measures need; all of it is in the journal."""
+    """Turns what happens into journal events, and remembers what later measures need; all of it is in the journal.
+
+    It does not grow with the rounds: of those before, the last one's accuracies by class and the best so far are kept.
+    """
 
     prepared: Prepared
-    history: list[dict[str, Any]] = field(default_factory=list)
-    start: dict[str, Any] = field(default_factory=dict)
     spent: float = 0.0  # seconds of this round's measures
     seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
     folder: Path | None = None  # the run's directory
+    _before: Accuracies = ()  # accuracies by class after the last round
+    _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
     _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
     _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
@@ -65,8 +71,9 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        self.start = self._evaluate(predictors)
-        return self.start
+        found = self._evaluate(predictors)
+        self._before = found["class_accuracy"]
+        return found
 
     def stage(
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
@@ -124,14 +131,13 @@ class Measuring:
         began = time.perf_counter()
         replies, self._replies = self._replies, []
         measured = self._evaluate(predictors)
-        before = self.history[-1] if self.history else self.start
-        classes = [*(e["class_accuracy"] for e in self.history), measured["class_accuracy"]]
+        before, classes = self._before, measured["class_accuracy"]
         event = {
             "round": round,
             **measured,
-            "forgetting": forgetting(classes),
-            "consistency": consistency(before["class_accuracy"], measured["class_accuracy"]),
-            **local_accuracies(replies, before["class_accuracy"], measured["class_accuracy"], self._totals()),
+            "forgetting": forgetting([self._best, classes] if self._best else [classes]),
+            "consistency": consistency(before, classes),
+            **local_accuracies(replies, before, classes, self._totals()),
             **self._answers(replies, measured),
             **private_public(replies),
             **by_epoch(replies, self._totals()),
@@ -148,8 +154,13 @@ class Measuring:
         }
         self.spent = 0.0
         event["seconds"] = training + saving + event["seconds_measuring"]
-        self.history.append(event)
+        self._passed(classes)
         return event
+
+    def _passed(self, classes: Accuracies) -> None:
+        best = self._best or classes
+        self._best = [a if b is None or (a is not None and a > b) else b for a, b in zip(classes, best, strict=True)]
+        self._before = classes
 
     def _as_weights(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """For methods that send none: what weights would have cost, once down and once up for each client."""
@@ -163,9 +174,9 @@ class Measuring:
         for event in events:
             rest = {k: v for k, v in event.items() if k != "event"}
             if event["event"] == "initial":
-                self.start = rest
+                self._before = rest["class_accuracy"]
             elif event["event"] == "round":
-                self.history.append(rest)
+                self._passed(rest["class_accuracy"])
                 self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
                 self._note([dict(rest)])

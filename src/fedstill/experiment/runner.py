@@ -206,7 +206,8 @@ class _Driver:
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        summary = summary_of(self.settings, self.measuring.history, self.measuring.seconds)
+        rounds = [e for e in journals.read(self.folder / "journal.jsonl") if e["event"] == "round"]
+        summary = summary_of(self.settings, rounds, self.measuring.seconds)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
 
