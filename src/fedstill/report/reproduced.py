@@ -27,6 +27,10 @@ MANY = 3
 """With so many measures beside the first, differences to the first row are left out: a line would not hold them."""
 
 
+LAST_TEN = "mean_accuracy_last_10"
+"""Beside the accuracy of the last round, where there are more than ten: rounds differ much on uneven data."""
+
+
 def tables(
     recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
 ) -> Iterator[RenderableType]:
@@ -41,7 +45,8 @@ def tables(
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows, found = [r for r, c in cells if c == column], _found(runs)
-        yield from parts(_head(recipe), _rows(recipe, column, rows, found), width)
+        long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in found.values() for s in own)
+        yield from parts(_head(recipe, long), _rows(recipe, column, rows, found, long), width)
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
@@ -63,7 +68,7 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
             yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(found.runs if found else 0)]
 
 
-def _head(recipe: Recipe) -> list[str]:
+def _head(recipe: Recipe, long: bool) -> list[str]:
     """Measures in percent; Δ is the difference of the first to the first row, in points, over the seeds both have."""
     first, *others = (TITLES.get(m, m) for m in recipe.measures)
     named = [] if recipe.measures[0] == "accuracy" else [first]
@@ -72,6 +77,7 @@ def _head(recipe: Recipe) -> list[str]:
         " ".join(["ours", *named, "[%]"]),
         " ".join(["paper", *named, "[%]"]),
         *(["Δ ours", "Δ paper"] if len(others) < MANY else []),
+        *(["last 10 [%]", "Δ last 10"] if long else []),
     ]
     return [*head, *(f"{title} {whose}" for title in others for whose in ("ours", "paper")), "seeds"]
 
@@ -86,7 +92,7 @@ def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
 
 
 def _rows(
-    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]]
+    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]], long: bool
 ) -> list[list[str]]:
     ours = {r: found.get(f"{r} | {column}", []) for r in rows}
     theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
@@ -97,6 +103,7 @@ def _rows(
             _ours(ours[row], first),
             _printed(theirs[row], first),
             *([*_apart(ours, theirs, row, rows[0], first)] if len(others) < MANY else []),
+            *([_ours(ours[row], LAST_TEN), _paired(ours[row], ours[rows[0]], LAST_TEN)] if long else []),
             *(cell for m in others for cell in (_ours(ours[row], m), _printed(theirs[row], m))),
             str(len(ours[row])),
         ]
