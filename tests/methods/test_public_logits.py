@@ -112,13 +112,13 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
-    from fedstill.experiment.prepare import _check_public_labels
+    from fedstill.experiment.refusals import _check_public_labels
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
     with pytest.raises(IncompatibleMethod, match=r"'pretrain' of method fedmd reads .* topology.first"):
-        _check_public_labels(blind, {"pretrain"})
-    _check_public_labels(blind, {"local"})
+        _check_public_labels(blind.settings, blind.sites, {"pretrain"})
+    _check_public_labels(blind.settings, blind.sites, {"local"})
 
 
 def test_temperatures_lie_between_low_and_high() -> None:

@@ -17,7 +17,7 @@ from fedstill.engines.flower.requests import Request
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.config import as_toml
 from fedstill.experiment.facts import Facts
-from fedstill.experiment.prepare import Prepared, on_sites
+from fedstill.experiment.prepare import Prepared
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.site import Clerk, Ready, Site, code_in
 from fedstill.files import digest
@@ -47,7 +47,7 @@ def engine_of(
     def request(**rest: Any) -> Request:
         return Request(fedstill.__version__, config, sha, run(), **rest)
 
-    facts = Facts.known_by(prepared).plain() if on_sites(settings) else {}
+    facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
     return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts=facts)
 
 

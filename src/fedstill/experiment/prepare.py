@@ -22,19 +22,20 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reuse import Kept
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, InfeasiblePartition
+from fedstill.errors import ConfigError, InfeasiblePartition
 from fedstill.experiment.architectures import assigned
 from fedstill.experiment.checking import on_one_line
 from fedstill.experiment.engine import ENGINES, resolved
-from fedstill.experiment.measures.choose import Setting, check_fit, measured_rounds, measures
+from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.experiment.public_data import set_apart
+from fedstill.experiment.refusals import refuse_misfits
 from fedstill.experiment.settings import Settings
 from fedstill.experiment.starting import weights
 from fedstill.experiment.world import Federation
 from fedstill.fitting import FIT
 from fedstill.method import ALONE
 from fedstill.models import contract
-from fedstill.records import SERVER, Examples, ModelSpec
+from fedstill.records import Examples
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     train, public = set_apart(settings, dataset, _smaller(dataset.train, settings["data"]["train_size"], "train_size"))
     test = _smaller(dataset.test, settings["data"]["test_size"], "test_size")
     classes = len(dataset.classes)
-    parts = [] if on_sites(settings) else split(settings, train.labels.numpy())
+    parts = [] if settings.on_sites else split(settings, train.labels.numpy())
     shape = tuple(dataset.train.images.shape[1:])
     world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
     world = replace(world, queries=asked(settings, label_counts(train.labels, parts, classes)))
@@ -106,7 +107,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
         queries=world.queries,
         labelled=settings.method.labelled,
     )
-    _check_fit(Prepared(settings, dataset, world, sites))
+    refuse_misfits(settings, world, sites)
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
 
 
@@ -117,15 +118,10 @@ def started(settings: Settings, world: Federation) -> Federation:
     return replace(world, _initial={world.server_model: weights(settings.start_from, world.server_model)})
 
 
-def on_sites(settings: Settings) -> bool:
-    """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
-    return "flower" in settings.tree and settings["flower"]["data"] == "sites"
-
-
 def read(settings: Settings) -> Dataset:
     """The data set that the settings name; ``"none"`` is a server without data, which knows classes and shape only."""
     data = settings["data"]
-    if on_sites(settings) and data["name"] == NO_DATA:
+    if settings.on_sites and data["name"] == NO_DATA:
         return _no_data(settings)
     columns = {k: data[k] for k in ("image_column", "label_column") if data[k]}
     return load(data["name"], folder=data["folder"] or None, **columns)
@@ -182,10 +178,10 @@ def asked(settings: Settings, counts: torch.Tensor) -> queries.Queries:
     table = settings["query"]
     if table["draw"] == "none":
         written = {int(client): classes for client, classes in table["classes"].items()}
-        if on_sites(settings):
+        if settings.on_sites:
             return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
         return queries.check(written, counts, table["fewer_than"])
-    if on_sites(settings):
+    if settings.on_sites:
         raise ConfigError("query.draw: nobody sees what sites hold; write [query.classes]")
     seed = settings["seed"] if table.get("seed") is None else table["seed"]
     return queries.draw(counts, table["draw"], seed, table["fewer_than"], table["least"], table["most"])
@@ -211,75 +207,3 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: i
     plans = settings.plans
     numbers = (settings.clients, classes, settings["rounds"], settings["seed"])
     return Federation(*numbers, plans, server, tuple(others), public=public)
-
-
-ASKED_OF_MODELS = {
-    "features": ("features", "give it submodules body and head"),
-    "head": ("head", "give it submodules body and head"),
-    "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
-}
-"""What a method may need of a model: in words, and what would give it."""
-
-
-def _check_fit(prepared: Prepared) -> None:
-    """Refuse what cannot run, by name, before round 1."""
-    method, world, settings = prepared.settings.method, prepared.world, prepared.settings
-    name, kind = settings["method"]["name"], settings["topology"]["kind"]
-    schedule = [*settings.topology(1, world), *settings.topology(settings["rounds"], world)]
-    unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
-    if unknown:
-        raise IncompatibleMethod(
-            f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
-            f"leave topology.kind out to get its own, {method.topology}"
-        )
-    why = method.misfit(settings.topology(1, world), world)
-    if why:
-        raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
-    for spec in models:
-        _check_runs(spec, prepared)
-        missing = sorted(method.requires() & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
-        if missing:
-            what, remedy = ASKED_OF_MODELS[missing[0]]
-            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
-    if "same_shapes" in method.requires() and len(models) > 1:
-        raise IncompatibleMethod(
-            f"method {name} averages weights, so all models must be one: leave clients.models out, "
-            "or choose a method whose clients exchange logits"
-        )
-    if "queries" in method.requires() and not world.queries:
-        raise IncompatibleMethod(
-            f"method {name} needs queries: set query.draw = 'single' or 'multi', or write [query.classes]"
-        )
-    if "public_data" in method.requires() and prepared.sites.public is None:
-        raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
-    tested = prepared.sites.common_test is not None
-    setting = Setting(method, name, schedule, world, simulated=not on_sites(settings), tested=tested)
-    check_fit(measures(settings["measure"]), setting)
-    _check_public_labels(prepared, {s.name for s in schedule})
-
-
-def _check_public_labels(prepared: Prepared, stages: set[str]) -> None:
-    public, reading = prepared.sites.public, sorted(stages & prepared.settings.method.labelled)
-    if public is not None and reading and bool((public.labels < 0).any()):
-        raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {prepared.settings['method']['name']} reads the labels of public images, "
-            'and these have none; leave it out with topology.first = ""'
-        )
-
-
-def _check_runs(spec: ModelSpec, prepared: Prepared) -> None:
-    """Build a model and show it two images, so that a misfit is one clear line now and not a failed client later."""
-    some = prepared.sites.train.images[:2]
-    images = prepared.sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
-    try:
-        out = contract.predictor(spec, contract.initial(spec, 0))(images)
-    except FedstillError:
-        raise
-    except Exception as error:
-        shape = tuple(images.shape[1:])
-        raise ConfigError(f"model {spec} cannot take images of shape {shape}: {on_one_line(error)}") from error
-    if not isinstance(out, torch.Tensor):
-        raise ConfigError(f"model {spec} gives a {type(out).__name__}, not logits")
-    if out.shape != (len(images), spec.classes):
-        raise ConfigError(f"model {spec} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")

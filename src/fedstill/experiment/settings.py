@@ -61,6 +61,11 @@ class Settings:
         return str(self.tree.get("start_from", ""))
 
     @property
+    def on_sites(self) -> bool:
+        """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
+        return "flower" in self.tree and self["flower"]["data"] == "sites"
+
+    @property
     def many_threads(self) -> tuple[int, int]:
         """Torch threads in a stage of many clients, and in one of a single client."""
         many, one = self.tree["threads"]

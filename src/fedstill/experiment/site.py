@@ -25,7 +25,7 @@ from fedstill.experiment.architectures import words
 from fedstill.experiment.checking import Fields, checked, on_one_line
 from fedstill.experiment.config import NAMED, as_toml, from_tree
 from fedstill.experiment.facts import Facts, labels_of, public_of
-from fedstill.experiment.prepare import asked, label_counts, on_sites, prepare, world_of
+from fedstill.experiment.prepare import asked, label_counts, prepare, world_of
 from fedstill.experiment.settings import Settings, settle
 from fedstill.experiment.world import Federation
 from fedstill.fields import CountOrZero
@@ -178,7 +178,7 @@ class Clerk:
         return settings
 
     def _prepare(self, settings: Settings, facts: Facts) -> Ready:
-        if on_sites(settings):
+        if settings.on_sites:
             return self._on_own_data(settings, facts)
         if self.site.data:
             raise Refused("this site trains on its own data only: set flower.data = 'sites'")
