@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.library import Library as Operators
+from torch import library as operators
 
 from benchmarks.peers.common import Rounds, Task, cores, given
 
 try:
     import torchvision  # noqa: F401
 except RuntimeError:  # built for CUDA: beside a CPU build of torch it misses operators that nothing here calls
-    missing = Operators("torchvision", "FRAGMENT")
+    missing = operators.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):
         missing.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
