@@ -13,7 +13,8 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.data.sources import from_tensors
-from fedstill.engines.vectorised import VectorisedEngine
+from fedstill.engines.alone import How
+from fedstill.engines.vectorised import Member, VectorisedEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.prepare import prepare
 from fedstill.experiment.runner import run
@@ -65,6 +66,19 @@ SEND_LOGITS = {n for n in METHODS if registry.lookup("method", n).build().topolo
 @pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in SEND_LOGITS])
 def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
     assert_same(name, double=True)
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_LOGITS])
+def test_seeds_of_every_method_stacked_are_the_serial_engines_in_float64(name: str) -> None:
+    """Chains too: one client of each seed acts at a time."""
+    chain = registry.lookup("method", name).build().topology == "sequential"
+    changes: dict[str, object] = {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}} if chain else {}
+    together = [stacking.ready(name, "vectorised", seed=s, stacked_seeds=(3, 4), **changes) for s in (3, 4)]
+    states = stacking.company([stacking.in_double(ready) for ready in together])
+    for seed, got in zip((3, 4), map(stacking.tensors, states), strict=True):
+        alone = stacking.rounds(stacking.in_double(stacking.ready(name, "serial", seed=seed, **changes)))[0]
+        for key, expected in stacking.tensors(alone).items():
+            torch.testing.assert_close(got[key], expected, rtol=0, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in CHAOTIC])
@@ -119,11 +133,11 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     assert isinstance(engine, VectorisedEngine)
     engine.most, engine.stack_bytes = most, room
     stage = ready.settings.topology(1, ready.world)[0]
-    cohorts = engine._cohorts(stage.clients, ready.world.plans["train"])
-    assert sorted(c for cohort in cohorts for c in cohort) == sorted(stage.clients)
-    assert max(map(len, cohorts)) <= (most if room > 1 else 1)
     downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
-    work = ready.settings.method.work(stage)
+    work, how = ready.settings.method.work(stage), How(ready.world.plans["train"], stage, ready.sites.inputs, 7)
+    cohorts = engine._cohorts([Member(engine, work, how, c, downs[c]) for c in stage.clients])
+    assert sorted(m.client for cohort in cohorts for m in cohort) == sorted(stage.clients)
+    assert max(map(len, cohorts)) <= (most if room > 1 else 1)
     got = engine.run(work, stage, downs, 7)
     expected = stacking.ready("fedntd", "serial").engine().run(work, stage, downs, 7)
     for a, b in zip(got, expected, strict=True):

@@ -19,12 +19,16 @@ T = TypeVar("T")
 
 
 class Stack:
-    """K clients with examples: their data lie one below another, short batches are padded with their own first."""
+    """K clients with examples: their data lie one below another, short batches are padded with their own first.
+
+    ``hows``: how each of them trains; they differ in the seed at most.
+    """
 
     now = None  # teachers run under vmap, each client's own
 
-    def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
-        self.view, self.how, self.size = views[0], how, len(views)
+    def __init__(self, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]) -> None:
+        self.view, self.how, self.size = views[0], hows[0], len(views)
+        how = self.how
         each = chosen(carries, views, how.stage)
         self.device = each[0].images.device
         parts, dims = _stacked([(c.params, c.teachers, c.trace, c.constants) for c in carries])
@@ -35,7 +39,8 @@ class Stack:
         self.sizes = [len(e) for e in each]
         self.common = all(e is each[0] for e in each)  # public data, in memory once
         self.examples = each[0] if self.common else _below(each)
-        self.orders, self.pixels = ([draw(v.client, how, p) for v in views] for p in ("order", "pixels"))
+        own = list(zip(views, hows, strict=True))
+        self.orders, self.pixels = ([draw(v.client, h, p) for v, h in own] for p in ("order", "pixels"))
         plain = not how.inputs.steps
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
         for teacher in carries[0].teachers.values():  # made here: initial weights cannot be drawn under vmap

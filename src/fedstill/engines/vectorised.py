@@ -11,6 +11,7 @@ from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
 from fedstill.engines.stack import structure
+from fedstill.engines.together import Seat
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -40,80 +41,131 @@ class VectorisedEngine(PooledEngine):
 
     ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A client that fits with no other, and a stage of
     one client, trains as in the serial engine. Which clients are stacked does not depend on the number of workers.
+    ``seat``: a place among the engines of other runs, equal but for the seed, whose clients join this run's in stacks.
     """
 
     most: int = field(default_factory=lambda: MOST)
     stack_bytes: float = STACK_BYTES
+    seat: Seat | None = None
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""
         clients = [c for c in stage.clients if c in downs]
         plan = self.world.plans.get(stage.name)
-        if plan is None or len(clients) < 2 or any(why_not(self.world.model(c), plan) for c in clients):
+        if plan is None:
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
-        cohorts = self._cohorts(clients, plan)
-        done = self._side_by_side(lambda cohort: self._cohort(work, how, cohort, downs), cohorts)
-        replies = {client: reply for cohort in done for client, reply in cohort.items()}
-        return [replies[c] for c in clients]
+        fits = not any(why_not(self.world.model(c), plan) for c in clients)
+        own = [Member(self, work, how, c, downs[c]) for c in clients] if fits else []
+        together = self.seat is not None and not self.seat.left
+        if self.seat is not None and together:
+            done = self.seat.meet(f"round {stage.round}, stage {stage.index}", own, self._of_all)
+        else:
+            done = self._of_all({0: own})[0]
+        return super().run(work, stage, downs, seed) if done is None else [done[c] for c in clients]
 
-    def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
+    def _of_all(self, runs: Mapping[int, Sequence[Member]]) -> dict[int, dict[int, Reply] | None]:
+        """The replies of each run's clients, by client; None for every run where no two can be stacked."""
+        members = [(run, m) for run, own in runs.items() for m in own]
+        if len(members) < 2:
+            return dict.fromkeys(runs)
+        done = self._side_by_side(_cohort, self._cohorts([m for _, m in members]))
+        replies = {id(member): reply for cohort in done for member, reply in cohort}
+        return {run: {m.client: replies[id(m)] for m in own} if own else None for run, own in runs.items()}
+
+    def _cohorts(self, members: Sequence[Member]) -> list[list[Member]]:
         """Clients of like size together, the largest first: a stack trains as long as its largest client."""
-        count = -(-len(clients) // self.most)
-        even = -(-len(clients) // count)
-        cohorts: list[list[int]] = []
+        count = -(-len(members) // self.most)
+        even = -(-len(members) // count)
+        cohorts: list[list[Member]] = []
         room = 0.0
-        for client in sorted(clients, key=lambda c: (-self.sites.size(c), c)):
-            need = self._bytes(client, plan)
-            if not cohorts or need > room or len(cohorts[-1]) == even:
+        for member in sorted(members, key=lambda m: (-m.size, m.client)):
+            if not cohorts or member.bytes > room or len(cohorts[-1]) == even:
                 cohorts.append([])
                 room = self.stack_bytes
-            cohorts[-1].append(client)
-            room -= need
+            cohorts[-1].append(member)
+            room -= member.bytes
         return cohorts
 
-    def _bytes(self, client: int, plan: Plan) -> float:
-        """About what a client takes in a stack: copies of its model, its images, and the numbers of a step."""
-        model = sum(v.numel() for v in self.world.initial(client).values())
-        spec = self.world.model(client)
-        image = spec.input_shape[0] * spec.input_shape[1] * spec.input_shape[2]
-        return 4.0 * (8 * model + 2 * image * self.sites.size(client) + 40 * image * plan.batch)
 
-    def _cohort(
-        self, work: ClientWork, how: How, clients: Sequence[int], downs: Mapping[int, Payload]
-    ) -> dict[int, Reply]:
-        replies: dict[int, Reply] = {}
-        groups: dict[object, list[Begun]] = {}
-        for client in clients:
-            try:
-                begun = self._begin(work, how.stage, client, downs[client])
-            except Exception as error:
-                replies[client] = failed(how.stage, client, error)
-                continue
-            alone = not begun.carry.params or not len(examples_of(begun.view, how.stage))
-            groups.setdefault(client if alone else structure(begun.carry, begun.view), []).append(begun)
-        for group in groups.values():
-            replies |= self._group(work, how, group)
-        return replies
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A client that is to be stacked: whose engine it belongs to, what it does, how, and what it was sent."""
 
-    def _group(self, work: ClientWork, how: How, group: Sequence[Begun]) -> dict[int, Reply]:
-        trained: Sequence[Trained | None]
+    engine: VectorisedEngine
+    work: ClientWork
+    how: How
+    client: int
+    down: Payload
+
+    @property
+    def size(self) -> int:
+        """About how many examples it has."""
+        return self.engine.sites.size(self.client)
+
+    @property
+    def bytes(self) -> float:
+        """About what it takes in a stack: copies of its model, its images, and the numbers of a step."""
+        world = self.engine.world
+        model = sum(v.numel() for v in world.initial(self.client).values())
+        channels, height, width = world.model(self.client).input_shape
+        image = channels * height * width
+        return 4.0 * (8 * model + 2 * image * self.size + 40 * image * self.how.plan.batch)
+
+    def begin(self) -> Begun:
+        """Read what it was sent."""
+        return self.engine._begin(self.work, self.how.stage, self.client, self.down)
+
+    def alone(self, begun: Begun) -> tuple[Trained | None, float]:
+        """Train as the serial engine does."""
+        return self.engine._train(self.work, self.how.stage, begun, self.how.seed)
+
+    def end(self, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
+        """Its reply."""
+        return self.engine._end(self.work, self.how.stage, begun, trained, seconds)
+
+    def failed(self, error: Exception) -> Reply:
+        """The reply that says why there is none."""
+        return failed(self.how.stage, self.client, error)
+
+
+Answers = list[tuple[Member, Reply]]
+
+
+def _cohort(members: Sequence[Member]) -> Answers:
+    """The replies of clients that are stacked as far as they fit on each other."""
+    answers: Answers = []
+    groups: dict[object, list[tuple[Member, Begun]]] = {}
+    for member in members:
         try:
-            if len(group) == 1:
-                one, seconds = self._train(work, how.stage, group[0], how.seed)
-                trained = [one]
-            else:
-                start = time.perf_counter()
-                trained = train_stack(work, [b.carry for b in group], [b.view for b in group], how)
-                seconds = (time.perf_counter() - start) / len(group)
+            begun = member.begin()
         except Exception as error:
-            return {b.view.client: failed(how.stage, b.view.client, error) for b in group}
-        replies = {}
-        for begun, result in zip(group, trained, strict=True):
-            client = begun.view.client
-            try:
-                replies[client] = self._end(work, how.stage, begun, result, seconds)
-            except Exception as error:
-                replies[client] = failed(how.stage, client, error)
-        return replies
+            answers.append((member, member.failed(error)))
+            continue
+        alone = not begun.carry.params or not len(examples_of(begun.view, member.how.stage))
+        key = member if alone else (structure(begun.carry, begun.view), repr(member.work))
+        groups.setdefault(key, []).append((member, begun))
+    return answers + [answer for group in groups.values() for answer in _group(group)]
+
+
+def _group(group: Sequence[tuple[Member, Begun]]) -> Answers:
+    first, trained = group[0][0], list[Trained | None]()
+    try:
+        if len(group) == 1:
+            one, seconds = first.alone(group[0][1])
+            trained = [one]
+        else:
+            start = time.perf_counter()
+            carries, views, hows = zip(*((b.carry, b.view, m.how) for m, b in group), strict=True)
+            trained = [*train_stack(first.work, carries, views, hows)]
+            seconds = (time.perf_counter() - start) / len(group)
+    except Exception as error:
+        return [(member, member.failed(error)) for member, _ in group]
+    answers = []
+    for (member, begun), result in zip(group, trained, strict=True):
+        try:
+            answers.append((member, member.end(begun, result, seconds)))
+        except Exception as error:
+            answers.append((member, member.failed(error)))
+    return answers

@@ -134,59 +134,99 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     outcomes = [Outcome(v, rounds_of(v)) for v in with_starts(runs)]
     for outcome in outcomes:
         _check_folder(outcome.variant)
+    waiting = _tasks(outcomes)
+    jobs = min(jobs, len(waiting)) or 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
     asked = Asked(context.Event())
     with asked, ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,)) as pool:
-        waiting, running = list(outcomes), dict[Future[tuple[int, str]], Outcome]()
+        running = dict[Future[list[Answer]], Task]()
         while waiting or running:
             while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
                 waiting.remove(ready)
-                ready.state = "running"
-                running[pool.submit(_do, ready.variant, jobs)] = ready
+                for outcome in ready:
+                    outcome.state = "running"
+                running[pool.submit(_do, [o.variant for o in ready], jobs)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                _finish(running.pop(future), future)
+                waiting += _finish(running.pop(future), future)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
     return outcomes
 
 
-def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
+Task = list[Outcome]
+"""One run, or several that are trained together."""
+
+Answer = tuple[int, str]
+"""A run's exit code, and what went wrong."""
+
+
+def _tasks(outcomes: Sequence[Outcome]) -> list[Task]:
+    from fedstill.experiment.seeds import together
+
+    by_folder = {o.variant.folder: o for o in outcomes}
+    tasks = []
+    for company in together([o.variant for o in outcomes]):
+        for variant in company:
+            by_folder[variant.folder].variant = variant
+        tasks.append([by_folder[variant.folder] for variant in company])
+    places = {o.variant.folder: i for i, o in enumerate(outcomes)}
+    return sorted(tasks, key=lambda task: places[task[0].variant.folder])
+
+
+def _next(waiting: Sequence[Task], outcomes: Sequence[Outcome]) -> Task | None:
     """The first that waits for no other run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
-    return next((o for o in waiting if o.variant.after is None or o.variant.after.folder not in open_), None)
+    return next((t for t in waiting if not any(o.variant.after and o.variant.after.folder in open_ for o in t)), None)
 
 
-def _do(variant: Variant, jobs: int) -> tuple[int, str]:
-    from fedstill.experiment import runner
+def _do(variants: Sequence[Variant], jobs: int) -> list[Answer]:
+    """Carry out one run, or several together; no answers at all if they are to be carried out apart."""
+    from fedstill.experiment import seeds
 
-    if (variant.folder / "summary.json").is_file():
-        return 0, ""
+    if all((v.folder / "summary.json").is_file() for v in variants):
+        return [(0, "")] * len(variants)
     os.environ.setdefault(WORKERS, str(max(1, cores() // jobs)))
     watch = StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
-    try:
-        with watch.working:
-            if (variant.folder / "config.toml").is_file():
-                runner.resume(variant.folder, watch=watch)
-            else:
-                runner.run(variant.experiment, variant.folder, watch=watch)
-    except runner.Interrupted:
+    if len(variants) > 1 and not seeds.stacks(variants):
+        return []
+    with watch.working:
+        errors = seeds.run_together(variants, watch)
+    return [_answer(error) for error in errors]
+
+
+def _answer(error: BaseException | None) -> Answer:
+    from fedstill.experiment.runner import Interrupted
+
+    if error is None:
+        return 0, ""
+    if isinstance(error, Interrupted):
         return 1, "stopped; the same command goes on with it"
-    except FedstillError as error:
+    if isinstance(error, FedstillError):
         return error.exit_code, str(error)
-    return 0, ""
+    return 1, f"{type(error).__name__}: {error}"
 
 
-def _finish(outcome: Outcome, future: Future[tuple[int, str]]) -> None:
+def _finish(task: Task, future: Future[list[Answer]]) -> list[Task]:
+    """Note how a task ended; what is to be done instead, if it was not begun."""
+    from fedstill.experiment.seeds import apart
+
     error = future.exception()
-    outcome.exit_code, outcome.problem = (1, f"{type(error).__name__}: {error}") if error else future.result()
-    outcome.state = "failed" if outcome.exit_code else "finished"
+    answers = [_answer(error)] * len(task) if error else future.result()
+    for outcome, (exit_code, problem) in zip(task, answers, strict=False):
+        outcome.exit_code, outcome.problem = exit_code, problem
+        outcome.state = "failed" if exit_code else "finished"
+    if answers:
+        return []
+    for outcome in task:
+        outcome.state, outcome.variant = "waiting", apart(outcome.variant)
+    return [[outcome] for outcome in task]
 
 
 def _check_folder(variant: Variant) -> None:
@@ -199,6 +239,8 @@ def _check_folder(variant: Variant) -> None:
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
+    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen,
+    and the seeds that it was trained together with."""
     same = settings["engine"] in SAME_BITS or wanted["engine"] == "auto"
-    return {**settings.tree, "engine": "serial"} if same else settings.tree
+    tree = {k: v for k, v in settings.tree.items() if k != "stacked_seeds"}
+    return {**tree, "engine": "serial"} if same else tree

@@ -27,7 +27,10 @@ def resolved(settings: Settings, world: Federation, examples: int) -> Settings:
         _check_stackable(stages(settings, world, examples), settings)
     if name != "auto":
         return settings
-    return replace(settings, tree={**settings.tree, "engine": chosen(settings, world, examples)[0]})
+    tree = {**settings.tree, "engine": chosen(settings, world, examples)[0]}
+    if tree["engine"] != "vectorised":
+        tree.pop("stacked_seeds", None)
+    return replace(settings, tree=tree)
 
 
 def chosen(settings: Settings, world: Federation, examples: int) -> tuple[str, str]:
@@ -36,12 +39,15 @@ def chosen(settings: Settings, world: Federation, examples: int) -> tuple[str, s
 
 
 def stages(settings: Settings, world: Federation, examples: int) -> list[Work]:
-    """The stages of the first and the last round in which clients train, as the cost model sees them."""
+    """The stages of the first and the last round in which clients train, as the cost model sees them.
+
+    Seeds that are stacked count as so many times the clients.
+    """
     rounds = {1, settings["rounds"]}
     found = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
-    each = examples / settings.clients
+    each, seeds = examples / settings.clients, max(1, len(settings.stacked_seeds))
     return [
-        Work(world.plans[s.name], len(s.clients), {world.model(c) for c in s.clients}, each)
+        Work(world.plans[s.name], seeds * len(s.clients), {world.model(c) for c in s.clients}, each)
         for s in found.values()
         if s.name in world.plans
     ]
