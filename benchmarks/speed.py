@@ -23,8 +23,9 @@ from benchmarks import peak
 from benchmarks.ours import Ours
 from benchmarks.peers.hand_out import task_of
 from benchmarks.plain import PlainLoop
-from benchmarks.workloads import WORKLOADS, flops
+from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.engines.cores import cores
+from fedstill.engines.precision import has_bfloat16
 from fedstill.experiment.prepare import prepare
 from fedstill.experiment.settings import settle
 from fedstill.models import contract
@@ -107,12 +108,16 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     """Measure one workload and print its table."""
     workload = WORKLOADS[name]
     base = workload.methods[0]
-    rows = [(PLAIN, base, {}), ("serial", base, {"engine": "serial"})]
+    rows: list[tuple[str, str, dict[str, Any]]] = [(PLAIN, base, {}), ("serial", base, {"engine": "serial"})]
+    if stacked(workload):
+        rows.append((f"vectorised, {base}", base, {"engine": "vectorised"}))
+    if has_bfloat16("cpu"):
+        rows.append((f"pooled, {base}, bfloat16", base, {"engine": "pooled", "precision": "bf16"}))
     rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
     contestants = [Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows]
     gap = turns(contestants, pairs)
     work, reference = contestants[0].ask("flops"), contestants[0]
-    limit = limits["matrix product, float32"]
+    limit, lower = (limits[f"matrix product, {kind}"] for kind in ("float32", "bfloat16"))
     screen = terminal.console()
     screen.print(f"\n{name}: {workload.about}")
     screen.print(
@@ -121,7 +126,8 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     table = []
     for one in contestants:
         ratios = [p / s for p, s in zip(reference.seconds, one.seconds, strict=True)]
-        share = f"{100 * work / statistics.median(one.seconds) / limit:.0f} %" if one.method == base else ""
+        own = lower if "precision" in one.changes else limit
+        share = f"{100 * work / statistics.median(one.seconds) / own:.0f} %" if one.method == base else ""
         table.append((one.name, spread(one.seconds), spread(ratios), share, f"{one.ask('memory') / 1e6:,.0f} MB"))
     heads = ["", "seconds a round", "times plain's speed", "of the limit", "peak memory"]
     screen.print(terminal.table(heads, table))
@@ -130,6 +136,12 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     screen.print(f"largest difference to plain PyTorch's model after one round: {gap:.1e} of its largest weight")
     for one in contestants:
         one.end()
+
+
+def stacked(workload: Workload) -> bool:
+    """Whether ``engine = "auto"`` stacks the clients of a workload."""
+    ready = prepare(settle(workload.experiment(workload.methods[0], engine="auto")), workload.dataset())
+    return bool(ready.settings["engine"] == "vectorised")
 
 
 def spread(values: Sequence[float]) -> str:

@@ -41,7 +41,12 @@ class Entry:
         return self.contestant.module == "run_fedstill" and not self.contestant.arguments
 
     def run(self, folder: Path, seconds: float) -> None:
-        """One run of the task in a folder, within a time; what it writes is gone afterwards."""
+        """One run of the task in a folder, within a time; one that fails is tried again. What it writes is gone then."""
+        self._try(folder, seconds)
+        if self.failure and "not done within" not in self.failure:
+            self._try(folder, seconds)
+
+    def _try(self, folder: Path, seconds: float) -> None:
         with tempfile.TemporaryDirectory(prefix="peer-") as name:
             out = Path(name)
             ran = processes.run(self._command(folder, out), self._settings(out), out, seconds)

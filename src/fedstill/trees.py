@@ -56,8 +56,8 @@ def norm(a: Tensors) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    squares = [v.detach().double().square().sum() for v in a.values() if v.is_floating_point()]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    norms = [torch.linalg.vector_norm(v.detach(), dtype=torch.float64) for v in a.values() if v.is_floating_point()]
+    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:

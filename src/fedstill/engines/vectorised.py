@@ -56,7 +56,7 @@ class VectorisedEngine(PooledEngine):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
-        fits = not any(why_not(self.world.model(c), plan) for c in clients)
+        fits = not any(why_not(spec, plan) for spec in {self.world.model(c) for c in clients})
         own = [Member(self, work, how, c, downs[c]) for c in clients] if fits else []
         together = self.seat is not None and not self.seat.left
         if self.seat is not None and together:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
@@ -24,11 +25,11 @@ def alexnet(input_shape: InputShape, classes: int, relu: bool = True) -> Network
         return [nn.ReLU()] if relu else []
 
     layers: list[nn.Module] = [
-        *(nn.Conv2d(input_shape[0], 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(input_shape[0], 32, 3, padding=1), MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(32, 64, 3, padding=1), MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(64, 128, 3, padding=1), *bend()),
         *(nn.Conv2d(128, 256, 3, padding=1), *bend()),
-        *(nn.Conv2d(256, 256, 3, padding=1), nn.MaxPool2d(3, stride=2), nn.ReLU()),
+        *(nn.Conv2d(256, 256, 3, padding=1), MaxPool2d(3, stride=2), nn.ReLU()),
     ]
     flat = flat_size("alexnet", layers, input_shape)
     dense = [nn.Flatten(), nn.Linear(flat, 1024), *bend(), nn.Linear(1024, 512), *bend()]

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedstill.fields import CountOrZero, Share
 from fedstill.models.network import InputShape, Network, OnCircle, flat_size, projected
+from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
@@ -97,7 +98,7 @@ def sphere_digits_cnn(input_shape: InputShape, classes: int) -> Network:
 
 
 def _block(inside: int, out: int, kernel: int, padding: int) -> list[nn.Module]:
-    return [nn.Conv2d(inside, out, kernel, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+    return [nn.Conv2d(inside, out, kernel, padding=padding), MaxPool2d(2), nn.ReLU()]
 
 
 def _build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
@@ -16,10 +17,10 @@ def lenet5(input_shape: InputShape, classes: int) -> Network:
     """
     layers: list[nn.Module] = [
         nn.Conv2d(input_shape[0], 6, 5),
-        nn.MaxPool2d(2),
+        MaxPool2d(2),
         nn.ReLU(),
         nn.Conv2d(6, 16, 5),
-        nn.MaxPool2d(2),
+        MaxPool2d(2),
         nn.ReLU(),
     ]
     flat = flat_size("lenet5", layers, input_shape)

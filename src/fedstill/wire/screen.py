@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ def screen(
 ) -> tuple[list[Reply], list[Refusal]]:
     """Replies sorted by client id, and refusals: of failures, strangers, repeats, and payloads other than expected."""
     accepted: dict[int, Reply] = {}
+    sent: dict[int, float] = {}
     refused = []
     for reply in replies:
         bad = _envelope(reply, stage, downs, accepted)
@@ -60,7 +62,7 @@ def screen(
         if wrong:
             refused.append(Refusal(reply.client, wrong))
             continue
-        wild = _wild(reply.up, downs[reply.client], rules.norm_limit)
+        wild = _wild(reply.up, downs[reply.client], rules.norm_limit, sent)
         if wild:
             refused.append(Refusal(reply.client, wild, diverged=True))
             continue
@@ -121,17 +123,24 @@ def _tensor(name: str, got: object, want: Tensor) -> str:
     return "" if got.dtype == want.dtype else f"{name} is {got.dtype}, not {want.dtype}"
 
 
-def _wild(up: Payload, down: Payload, limit: float) -> str:
+def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> str:
+    """What is not finite or too large; ``sent``: the norms of parameters that were sent, by the object's id."""
+    norms = dict[str, float]()
     for name, group in up.items():
         named = group if isinstance(group, Mapping) else {"": group} if isinstance(group, Tensor) else {}
-        for k, t in named.items():
-            if t.is_floating_point() and not bool(torch.isfinite(t).all()):
-                return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
+        norms[name] = trees.norm(named)
+        if not math.isfinite(norms[name]):  # looked at more closely: a sum of squares may have overflowed
+            for k, t in named.items():
+                if t.is_floating_point() and not bool(torch.isfinite(t).all()):
+                    return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
         if isinstance(group, float) and not abs(group) < float("inf"):
             return f"{name} is {group}"
     if "params" not in up or "params" not in down:
         return ""
-    norm, reference = trees.norm(up.params), max(1.0, trees.norm(down.params))
+    group = id(down["params"])  # which most clients share, and which lives as long as the stage
+    if group not in sent:
+        sent[group] = max(1.0, trees.norm(down.params))
+    norm, reference = norms["params"], sent[group]
     if norm > limit * reference:
         return f"its parameters' norm {norm:.3g} is over {limit:g} times the {reference:.3g} it was sent"
     return ""
