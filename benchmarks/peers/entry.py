@@ -41,7 +41,7 @@ class Entry:
         return self.contestant.module == "run_fedstill" and not self.contestant.arguments
 
     def run(self, folder: Path, seconds: float) -> None:
-        """One run of the task in a folder, within a time; one that fails is tried again. What it writes is gone then."""
+        """One run of the task in a folder, within a time; one that fails is tried again. Its files are gone then."""
         self._try(folder, seconds)
         if self.failure and "not done within" not in self.failure:
             self._try(folder, seconds)
