@@ -63,6 +63,8 @@ class Federation:
 
     def net(self, params: Mapping[str, Tensor]) -> nn.Module:
         made = contract.build(self.ready.world.model(0))
+        if any(v.dtype == torch.float64 for v in params.values()):
+            made.double()
         made.load_state_dict(dict(params))
         return made
 
@@ -77,6 +79,8 @@ class Federation:
         return self.inputs(train.images[part]), train.labels[part]
 
     def inputs(self, images: Tensor) -> Tensor:
+        if images.is_floating_point():  # made inputs already, by stacking.in_double
+            return images
         mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (self.ready.dataset.mean, self.ready.dataset.std))
         return (images.float() / 255 - mean) / std
 

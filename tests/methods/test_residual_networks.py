@@ -9,6 +9,7 @@ import plain
 import pytest
 import torch
 from plain import Federation, Params, ce, drive
+from stacking import in_double
 from torch import Tensor, nn
 
 import toys
@@ -42,7 +43,7 @@ def ready(method: object, model: object = RESNET, **changes: object) -> Prepared
     "model", [RESNET, pytest.param({"name": "resnet50", "norm": "batch"}, marks=pytest.mark.slow)], ids=str
 )
 def test_running_statistics_are_averaged_like_weights(model: object) -> None:
-    prepared = ready("fedavg", model, plan={"epochs": 1, "batch": plain.PLAN["batch"]})
+    prepared = in_double(ready("fedavg", model, plan={"epochs": 1, "batch": plain.PLAN["batch"]}))
     fed = Federation(prepared, epochs=1)
     sent = [fed.fit(fed.start, ce, 1, c) for c in range(2)]
     expected, ours = plain.average(sent), drive(prepared)[0][-1].params
@@ -53,7 +54,7 @@ def test_running_statistics_are_averaged_like_weights(model: object) -> None:
         assert ours[key].dtype == torch.int64
         assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), "the batches of a client"
     for key in set(ours) - set(counters):
-        torch.testing.assert_close(ours[key], expected[key], rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(ours[key], expected[key], rtol=0, atol=1e-9)
     a, b = (s.params["body.stem.1.running_mean"] for s in sent)
     assert not torch.allclose(a, b), "the clients' differ, so their mean says something"
 
