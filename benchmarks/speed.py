@@ -114,6 +114,8 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
     if has_bfloat16("cpu"):
         rows.append((f"pooled, {base}, bfloat16", base, {"engine": "pooled", "precision": "bf16"}))
     rows += [(f"pooled, {m}", m, {"engine": "pooled"}) for m in workload.methods]
+    if workload.augmented:
+        rows += [(f"pooled, {m}, mirrored", m, {"data": {"augment": ["flip"]}}) for m in workload.methods]
     contestants = [Contestant(label, name, method, changes, 1 + pairs) for label, method, changes in rows]
     gap = turns(contestants, pairs)
     work, reference = contestants[0].ask("flops"), contestants[0]

@@ -23,7 +23,7 @@ PAPER = {"epochs": 5, "batch": 50, "lr": 0.01, "lr_decay": 0.99, "momentum": 0.9
 class Workload:
     """A round that many people run: clients, images, network and plan; ``methods``: those it is measured with.
 
-    The first of them is the one that the plain loop does too.
+    The first of them is the one that the plain loop does too, without mirroring.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Workload:
     methods: tuple[str, ...] = ("fedavg",)
     fields: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     topology: str = "parallel"
+    augmented: bool = False  # whether it is measured with images mirrored at random, too
 
     def dataset(self) -> Dataset:
         """Ten Gaussian classes as images: every client the same number, and 1,000 to test on."""
@@ -82,6 +83,7 @@ WORKLOADS = {
             {"name": "cnn"},
             PAPER,
             ("fedavg", "fedntd", "fedadkd"),
+            augmented=True,
         ),
         Workload(
             "W2",

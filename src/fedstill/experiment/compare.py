@@ -135,7 +135,6 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     for outcome in outcomes:
         _check_folder(outcome.variant)
     waiting = _tasks(outcomes)
-    jobs = min(jobs, len(waiting)) or 1
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
     asked = Asked(context.Event())
@@ -146,7 +145,9 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
                 waiting.remove(ready)
                 for outcome in ready:
                     outcome.state = "running"
-                running[pool.submit(_do, [o.variant for o in ready], jobs)] = ready
+                side_by_side = min(jobs, 1 + len(running) + len(waiting))
+                workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
+                running[pool.submit(_do, [o.variant for o in ready], workers)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -184,13 +185,13 @@ def _next(waiting: Sequence[Task], outcomes: Sequence[Outcome]) -> Task | None:
     return next((t for t in waiting if not any(o.variant.after and o.variant.after.folder in open_ for o in t)), None)
 
 
-def _do(variants: Sequence[Variant], jobs: int) -> list[Answer]:
+def _do(variants: Sequence[Variant], workers: str) -> list[Answer]:
     """Carry out one run, or several together; no answers at all if they are to be carried out apart."""
     from fedstill.experiment import seeds
 
     if all((v.folder / "summary.json").is_file() for v in variants):
         return [(0, "")] * len(variants)
-    os.environ.setdefault(WORKERS, str(max(1, cores() // jobs)))
+    os.environ[WORKERS] = workers
     watch = StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
