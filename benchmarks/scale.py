@@ -129,11 +129,15 @@ def plot(kept: Sequence[Mapping[str, Any]], file: Path) -> None:
                 values = [r[what] / (1e6 if what == "memory" else 1) for r in found]
                 axes[row, column].plot([r[key] for r in found], values, "o-", label=label)
         for row, says in enumerate(("seconds a round", "memory, MB")):
+            ticks = sorted({r[key] for r in kept if r["varied"] in group})
             axes[row, column].set(
-                xlabel=PICTURE[group], ylabel=says, xscale="symlog", ylim=(0, 1.1 * axes[row, column].get_ylim()[1])
+                xlabel=PICTURE[group],
+                ylabel=says,
+                xscale="log" if ticks[0] > 0 else "linear",
+                ylim=(0, 1.1 * axes[row, column].get_ylim()[1]),
             )
             axes[row, column].grid(alpha=0.3)
-            axes[row, column].set_xticks(ticks := sorted({r[key] for r in kept if r["varied"] in group}))
+            axes[row, column].set_xticks(ticks)
             axes[row, column].set_xticklabels([f"{t:,}" for t in ticks])
             axes[row, column].minorticks_off()
         if len(group) > 1:

@@ -43,10 +43,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def asked(out: Path, names: Sequence[int] = SEEDS, **changes: Any) -> list[Variant]:
+def asked(out: Path, names: Sequence[int] = SEEDS, stack: bool = True, **changes: Any) -> list[Variant]:
     """Three rounds on handwritten digits with a small network."""
     values = {**SMALL, "method": "fedntd", "topology": HALF, **changes}
-    return variants(Experiment(**values), out, seeds=names)
+    return variants(Experiment(**values), out, seeds=names, stack_seeds=stack)
 
 
 def company(runs: Sequence[Variant]) -> list[Variant]:
@@ -64,7 +64,7 @@ def test_seeds_in_one_stack_are_as_if_alone(name: str, tmp_path: Path, monkeypat
     errors = seeds.run_together(company(asked(tmp_path / "all", **SETTINGS[name])), Quiet())
     assert errors == [None, None, None]
     assert max(stacked) > (1 if name == "chain" else 3), "clients of several seeds were in one stack"
-    for one in asked(tmp_path / "all", **SETTINGS[name]):
+    for one in asked(tmp_path / "all", stack=False, **SETTINGS[name]):
         alone = tmp_path / f"alone{one.seed}"
         run(one.experiment.with_values({"engine": "pooled"}, "test"), alone)
         got, want = (load_file(f / "model.safetensors") for f in (one.folder, alone))
@@ -193,7 +193,9 @@ def folders(companies: Sequence[Sequence[Variant]]) -> list[list[int]]:
 
 def test_who_trains_together(tmp_path: Path) -> None:
     assert folders(seeds.together(asked(tmp_path))) == [[1, 2, 3]]
-    assert folders(seeds.together(asked(tmp_path, engine="pooled"))) == [[1], [2], [3]]
+    assert folders(seeds.together(asked(tmp_path, stack=False))) == [[1], [2], [3]]
+    with pytest.raises(ConfigError, match="engine = 'pooled' stacks nothing"):
+        asked(tmp_path, engine="pooled")
     assert folders(seeds.together(asked(tmp_path, names=(1,)))) == [[1]]
     seeds.run_together(company(asked(tmp_path, names=(1, 2))), StopAfter(3))
     assert folders(seeds.together(asked(tmp_path, names=(1, 2, 3, 4)))) == [[1, 2], [3, 4]], "begun ones stay together"
@@ -218,7 +220,7 @@ def test_who_trains_together(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_names_them_wrongly_is_refused(changes: Mapping[str, Any], words: str, tmp_path: Path) -> None:
-    (one,) = asked(tmp_path, names=(0,))
+    (one,) = asked(tmp_path, names=(0,), stack=False)
     with pytest.raises(ConfigError, match=words):
         run(one.experiment.with_values(changes, "test"), tmp_path / "run")
 
@@ -256,7 +258,7 @@ def test_killed_at_any_moment_they_resume_to_the_same_bits(setting: str, tmp_pat
     """``FEDSTILL_KILLS`` sets how many kills there are, over all settings; a dozen if it is unset."""
     values = {**SMALL, "method": "fedntd", "topology": HALF, **SETTINGS[setting], "rounds": 12}
     (tmp_path / "setting.toml").write_text(tomli_w.dumps(values))
-    words = ["compare", str(tmp_path / "setting.toml"), "--seeds", "1,2,3", "--quiet", "--out"]
+    words = ["compare", str(tmp_path / "setting.toml"), "--seeds", "1,2,3", "--stack-seeds", "--quiet", "--out"]
 
     def go(out: Path, after: float | None = None) -> float:
         began = time.monotonic()

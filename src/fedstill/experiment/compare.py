@@ -71,11 +71,14 @@ def variants(
     methods: Sequence[str] = (),
     seeds: Sequence[int] = (),
     grid: Mapping[str, Sequence[Any]] | None = None,
+    stack_seeds: bool = False,
 ) -> list[Variant]:
     """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
 
-    Every run uses one thread, so that its bits do not depend on how many run at once.
+    Every run uses one thread, so that its bits do not depend on how many run at once. ``stack_seeds``: the clients of
+    all seeds of a setting are to be trained in common stacks.
     """
+    together = {"stacked_seeds": list(seeds)} if stack_seeds and len(seeds) > 1 else {}
     base = experiment.with_values({"threads": 1}, "compare")
     found = []
     for method in methods or ("",):
@@ -86,7 +89,8 @@ def variants(
             name = settle(chosen)["method"]["name"]
             label = " ".join([Path(name.partition(":")[0]).stem, *(f"{k}={v}" for k, v in setting.items())])
             folder = out / label.replace("/", "-").replace(" ", "_")
-            found += [seeded(label, chosen, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
+            whole = chosen.with_values(together, "compare")
+            found += [seeded(label, whole, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
     if len({v.folder for v in found}) != len(found):
         raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
     return found

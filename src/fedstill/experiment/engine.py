@@ -27,10 +27,7 @@ def resolved(settings: Settings, world: Federation, examples: int) -> Settings:
         _check_stackable(stages(settings, world, examples), settings)
     if name != "auto":
         return settings
-    tree = {**settings.tree, "engine": chosen(settings, world, examples)[0]}
-    if tree["engine"] != "vectorised":
-        tree.pop("stacked_seeds", None)
-    return replace(settings, tree=tree)
+    return replace(settings, tree={**settings.tree, "engine": chosen(settings, world, examples)[0]})
 
 
 def chosen(settings: Settings, world: Federation, examples: int) -> tuple[str, str]:

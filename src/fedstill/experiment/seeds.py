@@ -22,7 +22,7 @@ def together(runs: Sequence[Variant]) -> list[list[Variant]]:
     """The runs of a comparison, those in one list whose clients are stacked with each other's.
 
     A run that was begun keeps the company that its config.toml names; the seeds of a setting that are new make one, if
-    the engine may stack. Raises ConfigError for a run that was begun together with one that is not among these.
+    they are asked to. Raises ConfigError for a run that was begun together with one that is not among these.
     """
     settings: dict[Path, dict[int, Variant]] = {}
     for run in runs:
@@ -41,10 +41,10 @@ def _companies(runs: dict[int, Variant]) -> list[list[Variant]]:
             members = [left.pop(s) for s in company if s in left]
             found.append([_beside(one, company) for one in members if not _finished(one)])
             found += [[one] for one in members if _finished(one)]
-    new = [s for s, run in left.items() if not _begun(run) and _may_stack(run)]
+    new = [s for s, run in left.items() if not _begun(run) and run.experiment.stacked_seeds]
     if len(new) > 1:
         found.append([_beside(left.pop(s), new) for s in new])
-    return [[run] for run in left.values()] + [company for company in found if company]
+    return [[run if _begun(run) else apart(run)] for run in left.values()] + [company for company in found if company]
 
 
 def _beside(run: Variant, seeds: Sequence[int]) -> Variant:
@@ -67,10 +67,6 @@ def _begun(run: Variant) -> bool:
 
 def _finished(run: Variant) -> bool:
     return (run.folder / "summary.json").is_file()
-
-
-def _may_stack(run: Variant) -> bool:
-    return run.after is None and run.experiment.engine in ("vectorised", "auto")
 
 
 def stacks(company: Sequence[Variant]) -> bool:
