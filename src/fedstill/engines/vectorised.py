@@ -58,8 +58,7 @@ class VectorisedEngine(PooledEngine):
         how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
         fits = not any(why_not(spec, plan) for spec in {self.world.model(c) for c in clients})
         own = [Member(self, work, how, c, downs[c]) for c in clients] if fits else []
-        together = self.seat is not None and not self.seat.left
-        if self.seat is not None and together:
+        if self.seat is not None and not self.seat.left:
             done = self.seat.meet(f"round {stage.round}, stage {stage.index}", own, self._of_all)
         else:
             done = self._of_all({0: own})[0]

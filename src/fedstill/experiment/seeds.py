@@ -35,7 +35,8 @@ def _companies(runs: dict[int, Variant]) -> list[list[Variant]]:
     found: list[list[Variant]] = []
     for seed, run in runs.items():
         company = _begun_with(run)
-        if missing := [s for s in company if s not in runs]:
+        missing = [s for s in company if s not in runs]
+        if missing and not _finished(run):
             raise ConfigError(f"{run.folder} was begun together with seed {missing[0]}: name that one too, in --seeds")
         if company and seed in left:
             members = [left.pop(s) for s in company if s in left]
