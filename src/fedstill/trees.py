@@ -56,8 +56,10 @@ def norm(a: Tensors) -> float:
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    norms = [torch.linalg.vector_norm(v.detach(), dtype=torch.float64) for v in a.values() if v.is_floating_point()]
-    return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+    real = [v.detach() for v in floats(a).values()]
+    if not real:
+        return 0.0
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real, dtype=torch.float64))))
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:
@@ -73,10 +75,9 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
         if not first.is_floating_point():
             out[name] = first.clone()
             continue
-        value = first * (weights[0] / total)
+        out[name] = first * (weights[0] / total)
         for tree, weight in zip(trees[1:], weights[1:], strict=True):
-            value = value + tree[name] * (weight / total)
-        out[name] = value
+            out[name] += tree[name] * (weight / total)
     return out
 
 

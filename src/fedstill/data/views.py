@@ -38,13 +38,17 @@ class SimulatedSites:
     own_test: Examples | None = None
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
+    _counts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
-        return torch.bincount(self.train.labels[self.parts[client]].cpu(), minlength=self.classes)
+        if client not in self._counts:
+            own = self.train.labels[self.parts[client]].cpu()
+            self._counts[client] = torch.bincount(own, minlength=self.classes)
+        return self._counts[client]
 
     def size(self, client: int) -> int:
         """The number of a site's own examples."""

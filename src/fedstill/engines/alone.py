@@ -12,10 +12,11 @@ from torch import Tensor
 from fedstill import trees
 from fedstill.data.inputs import Inputs, layout
 from fedstill.engines.cores import workers
+from fedstill.engines.order import epochs
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import Batch
 from fedstill.engines.teachers import Teachers
-from fedstill.keys import generator, resident, seed_for
+from fedstill.keys import generator, seed_for
 from fedstill.records import Carry, Examples, ModelSpec, Plan, Stage, Teacher, Tensors, View
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class Alone:
         )
         self.params = {k: layout(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
-        self.order, self.pixels = (draw(view.client, how, purpose) for purpose in ("order", "pixels"))
+        self.pixels = draw(view.client, how, "pixels")
         plain = not how.inputs.steps
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
         lasting = self.still is not None and many_passes(how.plan, self.examples)
@@ -59,8 +60,8 @@ class Alone:
 
     def batches(self) -> Iterator[Batch]:
         """The batches of all epochs, in order."""
-        steps = 0
-        for epoch, indices in enumerate(epochs(len(self.examples), self.how.plan, self.order, self.device)):
+        steps, order = 0, draw(self.view.client, self.how, "order")
+        for epoch, indices in enumerate(epochs(len(self.examples), self.how.plan, order, self.device)):
             for i, index in enumerate(indices):
                 steps, last = steps + 1, i + 1 == len(indices)
                 n, done = len(index), ((steps, epoch + 1),)
@@ -89,9 +90,9 @@ class Alone:
         """Scale gradients whose norm, over all leaves, is above ``norm``."""
         torch.nn.utils.clip_grad_norm_(leaves.values(), norm)
 
-    def unstacked(self, tree: Tensors) -> list[Tensors]:
-        """The tensors of each client."""
-        return [tree]
+    def copies(self, tree: Tensors) -> list[dict[str, Tensor]]:
+        """Copies of each client's tensors in the CPU's memory that share nothing."""
+        return [trees.clone(trees.on_cpu(tree))]
 
 
 def outputs(teacher: Teacher, what: str, examples: Examples, spec: ModelSpec, how: How) -> Tensor:
@@ -138,21 +139,3 @@ def moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Mapping):
         return {k: moved(v, device) for k, v in value.items()}
     return tuple(moved(v, device) for v in value) if isinstance(value, tuple) else value
-
-
-def epochs(n: int, plan: Plan, order: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
-    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
-    if n == 0:
-        return
-    left = plan.steps
-    count = plan.epochs if not left else -(-left // -(-n // plan.batch))
-    for _ in range(count):
-        positions = torch.randperm(n, generator=order) if plan.shuffle else torch.arange(n)
-        batches = list(torch.split(resident(positions, device), plan.batch))
-        yield batches[:left] if plan.steps else batches
-        left -= len(batches)
-
-
-def own_copies(tree: Tensors) -> dict[str, Tensor]:
-    """Copies in the CPU's memory that share nothing."""
-    return trees.clone(trees.on_cpu(tree))

@@ -41,16 +41,17 @@ def lone_threads() -> int:
 def side_by_side(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """What each job gives, in their order; every job has one torch thread, so the bits do not depend on ``workers``."""
     if min(workers, len(jobs)) < 2:
-        with _one_thread():
+        with torch_threads(1):
             return [job() for job in jobs]
     running = [_pool(workers).submit(job) for job in jobs]
     return [future.result() for future in running]
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def torch_threads(count: int) -> Iterator[None]:
+    """So many torch threads in what follows, then as many as before; it is a setting of the thread that runs it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

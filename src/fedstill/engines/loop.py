@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.alone import Alone, How, own_copies, scores_count
+from fedstill.engines.alone import Alone, How, scores_count
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
@@ -60,7 +60,7 @@ def train(
 def train_stack(
     work: ClientWork, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]
 ) -> list[Trained]:
-    """Train several clients of one structure (``stack.structure``) at once, up to rounding as ``train`` does each.
+    """Train several clients of one structure (``stack.Structures``) at once, up to rounding as ``train`` does each.
 
     ``hows`` may differ in their seeds only: clients of several runs can train together.
     """
@@ -93,7 +93,7 @@ class _Training:
             if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
         params = best.params if best.params and self.plan.keep == "best" else self.params
-        split = [[own_copies(t) for t in self.clients.unstacked(tree)] for tree in (params, self.trace)]
+        split = [self.clients.copies(tree) for tree in (params, self.trace)]
         done = batch.done if batch else [(0, 0)] * len(split[0])
         losses = self.sums.means(len(split[0]))
         return [
@@ -104,9 +104,9 @@ class _Training:
     def keep(self, batch: Batch) -> None:
         """Copy the parameters of clients whose epoch ends, if somebody wants to measure them."""
         if self.clients.how.by_epoch and batch.ends:
-            each = self.clients.unstacked(self.params)
+            each = self.clients.copies(self.params)
             for i in batch.ends:
-                self.kept.setdefault(i, []).append(own_copies({k: v.detach() for k, v in each[i].items()}))
+                self.kept.setdefault(i, []).append(each[i])
 
     def step(self, batch: Batch) -> None:
         """One step of every client that still trains; nothing here waits for a number from the device."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.engines.alone import How, chosen, draw, epochs, many_passes, moved, outputs
+from fedstill.engines.alone import How, chosen, draw, many_passes, moved, outputs
+from fedstill.engines.order import Timetable
 from fedstill.engines.step import Batch
 from fedstill.keys import resident
 from fedstill.models import contract
@@ -39,9 +40,9 @@ class Stack:
         self.sizes = [len(e) for e in each]
         self.common = all(e is each[0] for e in each)  # public data, in memory once
         self.examples = each[0] if self.common else _below(each)
-        own = list(zip(views, hows, strict=True))
-        self.orders, self.pixels = ([draw(v.client, h, p) for v, h in own] for p in ("order", "pixels"))
-        plain = not how.inputs.steps
+        plain, own = not how.inputs.steps, list(zip(views, hows, strict=True))
+        self.orders = [draw(v.client, h, "order") for v, h in own]
+        self.pixels = [] if plain else [draw(v.client, h, "pixels") for v, h in own]
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
         for teacher in carries[0].teachers.values():  # made here: initial weights cannot be drawn under vmap
             contract.module(teacher[0] if isinstance(teacher, tuple) else self.view.model, "frozen")
@@ -50,28 +51,20 @@ class Stack:
 
     def batches(self) -> Iterator[Batch]:
         """The clients' batches side by side, each client's in its own order; a short one ends before the others."""
-        found = [self._schedule(n, order) for n, order in zip(self.sizes, self.orders, strict=True)]
-        if not any(found):
+        if not (self.how.plan.epochs or self.how.plan.steps):
             return
-        steps, width = max(map(len, found)), max(len(index) for f in found for _, index in f)
-        index = torch.zeros(steps, self.size, width, dtype=torch.int64)
-        sizes, epoch = (torch.zeros(steps, self.size, dtype=torch.int64) for _ in range(2))
-        for k, batches in enumerate(found):
-            for t, (e, positions) in enumerate(batches):
-                index[t, k] = positions[0]
-                index[t, k, : len(positions)], sizes[t, k], epoch[t, k] = positions, len(positions), e
+        table = Timetable.of(self.sizes, self.how.plan, self.orders)
+        sizes, epoch, running = table.sizes, table.epoch, table.sizes > 0
         first = torch.cat([torch.ones(1, self.size, dtype=torch.bool), epoch[1:] > epoch[:-1]])
         offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
-        real = torch.arange(width) < torch.where(sizes > 0, sizes, width).unsqueeze(2)
-        rows = index + offsets.view(1, -1, 1)
-        there = [resident(v, self.device) for v in (index, rows, real.float(), epoch, sizes, first, sizes > 0)]
-        counts, whole = sizes.tolist(), (sizes > 0).all(1).tolist()
-        done = tuple((len(f), f[-1][0] + 1) for f in found)
-        last = [{i for i, (e, _) in enumerate(f) if i + 1 == len(f) or f[i + 1][0] > e} for f in found]
-        for t in range(steps):
-            at, r, mask, ages, n, begins, running = (v[t] for v in there)
-            ends = tuple(k for k, steps_of in enumerate(last) if t in steps_of)
-            yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), done, ends, None if whole[t] else running)
+        width = table.index.shape[2]
+        real = torch.arange(width) < torch.where(running, sizes, width).unsqueeze(2)
+        rows = table.index + offsets.view(1, -1, 1)
+        there = [resident(v, self.device) for v in (table.index, rows, real.float(), epoch, sizes, first, running)]
+        counts, ends, whole = sizes.tolist(), table.ends.tolist(), running.all(1).tolist()
+        for t, (at, r, mask, ages, n, begins, still) in enumerate(zip(*there, strict=True)):
+            over = tuple(k for k, end in enumerate(ends[t]) if end)
+            yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), table.done, over, None if whole[t] else still)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs (K, B, channels, H, W) and labels (K, B) of a batch; every client draws for its own real examples."""
@@ -107,14 +100,11 @@ class Stack:
         for grad in grads:
             grad.mul_(factor.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))
 
-    def unstacked(self, tree: Tensors) -> list[Tensors]:
-        """The tensors of each client."""
-        here = trees.on_cpu(tree)
-        return [{k: v[i] for k, v in here.items()} for i in range(self.size)]
-
-    def _schedule(self, n: int, order: torch.Generator) -> list[tuple[int, Tensor]]:
-        each = epochs(n, self.how.plan, order, torch.device("cpu"))
-        return [(epoch, index) for epoch, indices in enumerate(each) for index in indices]
+    def copies(self, tree: Tensors) -> list[dict[str, Tensor]]:
+        """Copies of each client's tensors in the CPU's memory that share nothing."""
+        there = {k: v.detach().contiguous() for k, v in trees.on_cpu(tree).items()}
+        each = [torch.unbind_copy(v) for v in there.values()]  # type: ignore[func-returns-value]  # torch's stub
+        return [dict(zip(there, own, strict=True)) for own in zip(*each, strict=True)] or [{} for _ in self.sizes]
 
     def _augmented(self, where: Tensor, counts: Sequence[int]) -> Tensor:
         out = []
@@ -143,23 +133,32 @@ def _below(each: Sequence[Examples]) -> Examples:
     return Examples(torch.cat([e.images for e in each]), torch.cat([e.labels for e in each]))
 
 
-def structure(carry: Carry, view: View) -> Any:
-    """What clients must share to be stacked: equal for two clients if their tensors fit on each other."""
-    return view.model, *(
-        _structure(v) for v in (carry.params, carry.teachers, carry.trace, carry.constants, carry.only)
-    )
+class Structures:
+    """What clients must share to be stacked: equal for two clients if their tensors fit on each other.
 
+    What was sent to many is looked at once. It lives no longer than what it was asked about, which it knows by id.
+    """
 
-def _structure(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return tuple((k, _structure(value[k])) for k in sorted(value))
-    if isinstance(value, tuple):
-        return tuple(map(_structure, value))
-    if isinstance(value, (bool, int, float)):
-        return type(value)
-    return value if isinstance(value, (str, ModelSpec, type(None))) else id(value)
+    def __init__(self) -> None:
+        self._known: dict[int, Any] = {}
+
+    def of(self, carry: Carry, view: View) -> Any:
+        """A client's."""
+        parts = (carry.params, carry.teachers, carry.trace, carry.constants, carry.only)
+        return view.model, *map(self._of, parts)
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.shape, value.dtype
+        if isinstance(value, Mapping):
+            if id(value) not in self._known:
+                self._known[id(value)] = tuple((k, self._of(value[k])) for k in sorted(value))
+            return self._known[id(value)]
+        if isinstance(value, tuple):
+            return tuple(map(self._of, value))
+        if isinstance(value, (bool, int, float)):
+            return type(value)
+        return value if isinstance(value, (str, ModelSpec, type(None))) else id(value)
 
 
 def _stacked(values: Sequence[Any]) -> tuple[Any, Any]:

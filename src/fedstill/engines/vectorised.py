@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedstill.engines.alone import How, examples_of, scores_count
+from fedstill.engines.cores import torch_threads
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
-from fedstill.engines.stack import structure
+from fedstill.engines.stack import Structures
 from fedstill.engines.together import Seat
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
 
-MOST = 50
+MOST = 100
 """The most clients in a stack."""
 
 STACK_BYTES = 1_000_000_000
@@ -37,10 +38,11 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
 
 @dataclass
 class VectorisedEngine(PooledEngine):
-    """Stacks clients of like size and one structure, and trains stacks side by side on the cores: many small models.
+    """Stacks clients of like size and one structure, and trains one stack after another: for many small models.
 
-    ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A client that fits with no other, and a stage of
-    one client, trains as in the serial engine. Which clients are stacked does not depend on the number of workers.
+    ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A stack has all torch threads, as a lone client has
+    (the second of ``threads``): stacks side by side would wait for the interpreter's lock. A client that fits with no
+    other, and a stage of one client, trains as in the serial engine.
     ``seat``: a place among the engines of other runs, equal but for the seed, whose clients join this run's in stacks.
     """
 
@@ -69,8 +71,8 @@ class VectorisedEngine(PooledEngine):
         members = [(run, m) for run, own in runs.items() for m in own]
         if len(members) < 2:
             return dict.fromkeys(runs)
-        done = self._side_by_side(_cohort, self._cohorts([m for _, m in members]))
-        replies = {id(member): reply for cohort in done for member, reply in cohort}
+        cohorts = self._cohorts([m for _, m in members])
+        replies = {id(member): reply for cohort in cohorts for member, reply in _cohort(cohort)}
         return {run: {m.client: replies[id(m)] for m in own} if own else None for run, own in runs.items()}
 
     def _cohorts(self, members: Sequence[Member]) -> list[list[Member]]:
@@ -112,6 +114,11 @@ class Member:
         image = channels * height * width
         return 4.0 * (8 * model + 2 * image * self.size + 40 * image * self.how.plan.batch)
 
+    @property
+    def does(self) -> tuple[type, str]:
+        """Its work, equal for members that do the same in runs of their own."""
+        return type(self.work), repr(sorted(vars(self.work).items()))
+
     def begin(self) -> Begun:
         """Read what it was sent."""
         return self.engine._begin(self.work, self.how.stage, self.client, self.down)
@@ -136,6 +143,7 @@ def _cohort(members: Sequence[Member]) -> Answers:
     """The replies of clients that are stacked as far as they fit on each other."""
     answers: Answers = []
     groups: dict[object, list[tuple[Member, Begun]]] = {}
+    structures = Structures()
     for member in members:
         try:
             begun = member.begin()
@@ -143,7 +151,7 @@ def _cohort(members: Sequence[Member]) -> Answers:
             answers.append((member, member.failed(error)))
             continue
         alone = not begun.carry.params or not len(examples_of(begun.view, member.how.stage))
-        key = member if alone else (structure(begun.carry, begun.view), repr(member.work))
+        key = member if alone else (structures.of(begun.carry, begun.view), *member.does)
         groups.setdefault(key, []).append((member, begun))
     return answers + [answer for group in groups.values() for answer in _group(group)]
 
@@ -157,7 +165,8 @@ def _group(group: Sequence[tuple[Member, Begun]]) -> Answers:
         else:
             start = time.perf_counter()
             carries, views, hows = zip(*((b.carry, b.view, m.how) for m, b in group), strict=True)
-            trained = [*train_stack(first.work, carries, views, hows)]
+            with torch_threads(first.engine.threads[1]):
+                trained = [*train_stack(first.work, carries, views, hows)]
             seconds = (time.perf_counter() - start) / len(group)
     except Exception as error:
         return [(member, member.failed(error)) for member, _ in group]
