@@ -110,12 +110,22 @@ WORKLOADS = {
         ),
         Workload(
             "W4",
-            "many small clients: 100, 20 images of 1 x 8 x 8 each, one epoch of batches of 10",
+            "many small clients: 100, 20 images of 1 x 8 x 8 each, one epoch of batches of 10, a tiny CNN",
             100,
             100,
             20,
             (1, 8, 8),
             {"name": "digits_cnn", "channels": (8, 16), "hidden": 0},
+            {**PAPER, "epochs": 1, "batch": 10},
+        ),
+        Workload(
+            "W4-MLP",
+            "the same clients with one hidden layer of 100",
+            100,
+            100,
+            20,
+            (1, 8, 8),
+            {"name": "mlp", "hidden": (100,)},
             {**PAPER, "epochs": 1, "batch": 10},
         ),
     )

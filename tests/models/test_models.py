@@ -166,7 +166,7 @@ def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: 
 
 def test_options_of_the_registry() -> None:
     fields = {name: set(registry.lookup("model", name).fields) for name in OWN}
-    assert fields["digits_cnn"] == set()
+    assert fields["digits_cnn"] == {"channels", "hidden"}
     assert fields["cnn"] == {"projection"}
     assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}

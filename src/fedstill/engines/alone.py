@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs, layout
@@ -17,6 +17,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.step import Batch
 from fedstill.engines.teachers import Teachers
 from fedstill.keys import generator, seed_for
+from fedstill.models import contract
 from fedstill.records import Carry, Examples, ModelSpec, Plan, Stage, Teacher, Tensors, View
 
 T = TypeVar("T")
@@ -57,6 +58,10 @@ class Alone:
             workers() if len(how.stage.clients) == 1 else 1,  # in a stage of many, other clients have the cores
             how.precision,
         )
+
+    def module(self) -> nn.Module:
+        """What its parameters run in."""
+        return contract.module(self.view.model)
 
     def batches(self) -> Iterator[Batch]:
         """The batches of all epochs, in order."""

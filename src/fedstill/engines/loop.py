@@ -78,7 +78,7 @@ class _Training:
             leaf.requires_grad_()
         self.lr = self.plan.lr_at(clients.how.stage.round)
         self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
-        module = _in_training_mode(contract.module(spec), self.plan)
+        module = _in_training_mode(clients.module(), self.plan)
         self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, clients.now)
         self.sums = _Sums()
         self.kept: dict[int, list[Tensors]] = {}

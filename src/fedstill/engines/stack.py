@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.engines.alone import How, chosen, draw, many_passes, moved, outputs
@@ -14,6 +14,7 @@ from fedstill.engines.order import Timetable
 from fedstill.engines.step import Batch
 from fedstill.keys import resident
 from fedstill.models import contract
+from fedstill.models.stacked import stacked
 from fedstill.records import Carry, Examples, ModelSpec, Tensors, View
 
 T = TypeVar("T")
@@ -48,6 +49,10 @@ class Stack:
             contract.module(teacher[0] if isinstance(teacher, tuple) else self.view.model, "frozen")
         self._often = all(many_passes(how.plan, e) for e in each)
         self._tables: dict[tuple[str, str], Tensor] = {}
+
+    def module(self) -> nn.Module:
+        """What their parameters run in, under ``vmap``."""
+        return stacked(contract.module(self.view.model, "stacked"))
 
     def batches(self) -> Iterator[Batch]:
         """The clients' batches side by side, each client's in its own order; a short one ends before the others."""
