@@ -33,6 +33,8 @@ def stacked(m: nn.Module) -> nn.Module:
                 layer.__class__ = _Conv2d
             elif isinstance(layer, nn.MaxPool2d):
                 layer.__class__ = _MaxPool2d
+            elif isinstance(layer, nn.Linear):
+                layer.__class__ = _Linear
     return m
 
 
@@ -46,24 +48,51 @@ class _Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         stride, padding, dilation, groups = self.stride, self.padding, self.dilation, self.groups
 
-        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, clients: int) -> Tensor:
-            return functional.conv2d(x, weight, bias, stride, padding, dilation, groups * clients)
+        def convolve(clients: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+            own = weight.flatten(0, 1), bias if bias is None else bias.flatten()
+            return _apart(
+                functional.conv2d(_side_by_side(x), *own, stride, padding, dilation, groups * clients), clients
+            )
 
-        return _AllAtOnce.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+        return _Layer.apply(convolve, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _MaxPool2d(nn.MaxPool2d):
     def forward(self, x: Tensor) -> Tensor:
         how = (self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode)
 
-        def pool(x: Tensor, weight: None, bias: None, clients: int) -> Tensor:
-            return functional.max_pool2d(x, *how)
+        def pool(clients: int, x: Tensor) -> tuple[Tensor, int]:
+            return _apart(functional.max_pool2d(_side_by_side(x), *how), clients)
 
-        return _AllAtOnce.apply(pool, x, None, None)  # type: ignore[no-any-return, no-untyped-call]
+        return _Layer.apply(pool, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _AllAtOnce(torch.autograd.Function):
-    """A layer whose rule under ``vmap`` runs it once, on images (B, K C, H, W) and weights (K O, C, h, w)."""
+class _Linear(nn.Linear):
+    """As W x, not x W': so the gradient of W comes out in the memory order that W has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def multiply(clients: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, int]:
+            columns = x.transpose(1, 2)
+            out = weight @ columns if bias is None else torch.baddbmm(bias.unsqueeze(2), weight, columns)
+            return out.transpose(1, 2), 0
+
+        if x.dim() != 2:
+            return super().forward(x)
+        return _Layer.apply(multiply, x, self.weight, self.bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """Clients' images (K, B, C, H, W) as (B, K C, H, W), channels next to each other in memory."""
+    return x.movedim(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)
+
+
+def _apart(x: Tensor, clients: int) -> tuple[Tensor, int]:
+    """Images (B, K C, H, W) as (B, K, C, H, W), nothing copied, and where the clients' axis is."""
+    return x.view(len(x), clients, -1, *x.shape[2:]), 1
+
+
+class _Layer(torch.autograd.Function):
+    """A layer with a rule of its own under ``vmap``: from tensors (K, ...) to one, and where that has the clients."""
 
     @staticmethod
     def forward(*_: Any) -> Tensor:
@@ -76,21 +105,14 @@ class _AllAtOnce(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[int | None, ...], run: Callable[..., Tensor], x: Tensor, *weights: Tensor | None
+        info: Any, dims: tuple[int | None, ...], rule: Callable[..., tuple[Tensor, int]], *tensors: Tensor | None
     ) -> tuple[Tensor, int]:
-        """The layer for all clients, and where the output (B, K, O, H, W) has their axis."""
-        clients: int = info.batch_size
-        images = _with_axis(x, dims[1], 1, clients).flatten(1, 2).contiguous(memory_format=torch.channels_last)
-        own = (
-            w if w is None else _with_axis(w, dim, 0, clients).flatten(0, 1)
-            for w, dim in zip(weights, dims[2:], strict=True)
-        )
-        out = run(images, *own, clients)
-        return out.view(len(out), clients, -1, *out.shape[2:]), 1
+        """The layer for all clients at once."""
+        return rule(info.batch_size, *(_of_all(t, d, info.batch_size) for t, d in zip(tensors, dims[1:], strict=True)))
 
 
-def _with_axis(value: Tensor, dim: int | None, at: int, clients: int) -> Tensor:
-    """The clients' axis moved to ``at``; what all share is repeated along it, without a copy."""
-    if dim is not None:
-        return value.movedim(dim, at)
-    return value.unsqueeze(at).expand(*value.shape[:at], clients, *value.shape[at:])
+def _of_all(value: Tensor | None, dim: int | None, clients: int) -> Tensor | None:
+    """The clients' axis first; what all share is repeated along it, without a copy."""
+    if value is None:
+        return None
+    return value.expand(clients, *value.shape) if dim is None else value.movedim(dim, 0)
