@@ -1,4 +1,4 @@
-"""What holds for the whole suite: one thread, no network, a cache of its own."""
+"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,12 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 def _one_thread() -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(autouse=True)
+def _side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pooled engine's threads, however small the networks of the tests are."""
+    monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -70,15 +70,14 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
     total = sum(weights)
     if len(weights) != len(trees) or not total > 0:
         raise ValueError(f"{len(trees)} trees need as many weights with a positive sum, not {list(weights)}")
-    out = {}
-    for name, first in trees[0].items():
-        if not first.is_floating_point():
-            out[name] = first.clone()
-            continue
-        out[name] = first * (weights[0] / total)
-        for tree, weight in zip(trees[1:], weights[1:], strict=True):
-            out[name] += tree[name] * (weight / total)
-    return out
+    names, shares = list(floats(trees[0])), [weight / total for weight in weights]
+    out = {k: v.clone() for k, v in trees[0].items() if k not in names}
+    if names:
+        sums = torch._foreach_mul([trees[0][k] for k in names], shares[0])
+        for tree, share in zip(trees[1:], shares[1:], strict=True):
+            torch._foreach_add_(sums, torch._foreach_mul([tree[k] for k in names], share))
+        out |= zip(names, sums, strict=True)
+    return {k: out[k] for k in trees[0]}
 
 
 def stack(trees: Sequence[Tensors]) -> dict[str, Tensor]:

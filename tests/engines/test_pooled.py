@@ -12,7 +12,7 @@ import torch
 import toys
 from fedstill.engines.cores import cores, lone_threads, workers
 from fedstill.engines.memory import Memory
-from fedstill.engines.pooled import PooledEngine
+from fedstill.engines.pooled import LIGHT, PooledEngine
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle
@@ -80,13 +80,14 @@ class Named(ClientWork):
         return super().begin(down, memory, view, world)
 
 
-@pytest.mark.parametrize("why", ["dropout", "one client"])
+@pytest.mark.parametrize("why", ["dropout", "one client", "small"])
 def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(ready: Prepared, why: str) -> None:
     if why == "dropout":
         ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
-    stage = STAGE if why == "dropout" else Stage(1, 0, "train", (3,), alone=True)
+    stage = Stage(1, 0, "train", (3,), alone=True) if why == "one client" else STAGE
     work = Named([])
     engine = pooled(ready, 3)
+    engine.light = LIGHT if why == "small" else 0.0
     assert not any(r.failure for r in engine.run(work, stage, sent(ready, stage), 7))
     assert set(work.seen) == {threading.current_thread().name}
 

@@ -55,7 +55,12 @@ def company(runs: Sequence[Variant]) -> list[Variant]:
 
 
 CHAIN = {"method": "sfedkd", "topology": {"kind": "sequential", "clients": 6, "sampled": 3}}
-SETTINGS: dict[str, dict[str, Any]] = {"parallel": {}, "chain": CHAIN, "remembers": {"method": "scaffold"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "parallel": {},
+    "plain": {"method": "fedavg"},
+    "chain": CHAIN,
+    "remembers": {"method": "scaffold"},
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,11 +109,9 @@ class Member:
     @property
     def bytes(self) -> float:
         """About what it takes in a stack: copies of its model, its images, and the numbers of a step."""
-        world = self.engine.world
-        model = sum(v.numel() for v in world.initial(self.client).values())
-        channels, height, width = world.model(self.client).input_shape
-        image = channels * height * width
-        return 4.0 * (8 * model + 2 * image * self.size + 40 * image * self.how.plan.batch)
+        spec = self.engine.world.model(self.client)
+        image = math.prod(spec.input_shape)
+        return 4.0 * (8 * contract.size(spec) + 2 * image * self.size + 40 * image * self.how.plan.batch)
 
     @property
     def does(self) -> tuple[type, str]:

@@ -8,6 +8,7 @@ width.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,6 +60,12 @@ def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         made = build(spec)
     return {k: v.detach().clone() for k, v in made.state_dict().items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def size(spec: ModelSpec) -> int:
+    """How many numbers a model of a spec holds, buffers included."""
+    return sum(v.numel() for v in module(spec).state_dict().values())
 
 
 def trainable_names(spec: ModelSpec) -> set[str]:
