@@ -115,7 +115,7 @@ WORKLOADS = {
             100,
             20,
             (1, 8, 8),
-            {"name": "digits_cnn", "channels": (8, 16), "hidden": 0},
+            {"name": "tiny_cnn"},
             {**PAPER, "epochs": 1, "batch": 10},
         ),
         Workload(

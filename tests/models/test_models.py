@@ -32,6 +32,7 @@ COUNTS = [
     ("resnet50", CIFAR, 10, {}, 23_520_842),
     ("resnet56", CIFAR, 10, {"norm": "batch_stats"}, 591_322),
     ("digits_cnn", DIGITS, 10, {}, 13_706),
+    ("tiny_cnn", DIGITS, 10, {}, 80 + 16 * (8 * 9 + 1) + 650),
     ("sphere_cnn", CIFAR, 10, {}, 2_156_490 - 5_130 + 2 * 513 + 20),
     ("sphere_digits_cnn", DIGITS, 10, {}, 13_706 - 650 + 2 * 65 + 20),
     ("mlp", DIGITS, 10, {}, 64 * 200 + 200 + 200 * 200 + 200 + 2010),
@@ -48,7 +49,7 @@ OWN = [
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
 SMALLEST = {"cnn": 4, "simple_cnn": 8, "fedseq_cnn": 16, "qkt_cnn": 4, "cwc_cnn": 16, "digits_cnn": 4, "lenet5": 16}
 SMALLEST |= {"alexnet": 12, "mlp": 1, "logistic": 1} | dict.fromkeys(RESNETS, 1)
-SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4}
+SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4}
 
 
 def make(name: str, shape: tuple[int, int, int], classes: int = 10, **fields: object) -> nn.Module:
@@ -166,7 +167,7 @@ def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: 
 
 def test_options_of_the_registry() -> None:
     fields = {name: set(registry.lookup("model", name).fields) for name in OWN}
-    assert fields["digits_cnn"] == {"channels", "hidden"}
+    assert fields["digits_cnn"] == set()
     assert fields["cnn"] == {"projection"}
     assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}

@@ -38,17 +38,13 @@ class SimulatedSites:
     own_test: Examples | None = None
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
-    _counts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
     def counts(self, client: int) -> Tensor:
         """Label counts (C,) of a client's own data, held-out examples included."""
-        if client not in self._counts:
-            own = self.train.labels[self.parts[client]].cpu()
-            self._counts[client] = torch.bincount(own, minlength=self.classes)
-        return self._counts[client]
+        return self._counts(self.train.labels[self.parts[client]])
 
     def size(self, client: int) -> int:
         """The number of a site's own examples."""
@@ -65,9 +61,12 @@ class SimulatedSites:
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
-        counts = self.counts(client)
         data, test = self.train.take(own), self.own_test
+        counts = self.counts(client) if len(held) else self._counts(data.labels)
         return View(client, spec, data, counts, public, validation, test, passes, query)
+
+    def _counts(self, labels: Tensor) -> Tensor:
+        return torch.bincount(labels.cpu(), minlength=self.classes)
 
     def _public(self, stage: Stage) -> Examples | None:
         return self.public if stage.name in self.labelled else self._unlabelled

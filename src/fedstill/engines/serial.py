@@ -65,10 +65,10 @@ class Begun:
 class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
-    ``threads``: torch threads in a stage of many clients, and in one of a single client; part of a run's definition,
-    because the last bit of a sum depends on them. ``measured``: rounds in which local models are evaluated, in
-    float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are evaluated in
-    whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
+    ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
+    run's definition, because the last bit of a sum depends on them. ``measured``: rounds in which local models are
+    evaluated, in float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are
+    evaluated in whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
     ``measures``: by what (``local``: on the common test set; ``epochs``: so after every epoch; ``private_public``: on
     held-out and public data).
     ``privacy``: what is done to logits before they leave a client.

@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def many_threads(self) -> tuple[int, int]:
-        """Torch threads in a stage of many clients, and in one of a single client."""
+        """Torch threads in a stage of many clients, and in one of a single client or a stack of clients."""
         many, one = self.tree["threads"]
         return many, one
 
