@@ -190,8 +190,8 @@ class Examples:
         return self.images.shape[0]
 
     def take(self, index: Tensor) -> Examples:
-        """The examples at some positions."""
-        return Examples(self.images[index], self.labels[index])
+        """The examples at some positions, (n,) int64."""
+        return Examples(self.images.index_select(0, index), self.labels.index_select(0, index))
 
     def to(self, device: str) -> Examples:
         """The examples on a device."""

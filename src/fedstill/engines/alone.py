@@ -74,10 +74,9 @@ class Alone:
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of a batch."""
-        y = self.examples.labels[batch.index]
-        if self.still is not None:
-            return layout(self.still.images[batch.index]), y
-        return layout(self.how.inputs.trained_on(self.examples.images[batch.index], self.pixels)), y
+        some = (self.examples if self.still is None else self.still).take(batch.index)
+        x = some.images if self.still is not None else self.how.inputs.trained_on(some.images, self.pixels)
+        return layout(x), some.labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
         """A teacher's outputs for all examples, made once; None where inputs vary, or not all examples are seen."""

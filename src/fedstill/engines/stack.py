@@ -74,10 +74,9 @@ class Stack:
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs (K, B, channels, H, W) and labels (K, B) of a batch; every client draws for its own real examples."""
         where = batch.index if self.common else batch.rows
-        y = self.examples.labels[where]
-        if self.still is not None:
-            return self.still.images[where], y
-        return self._augmented(where, batch.counts), y
+        some = (self.examples if self.still is None else self.still).take(where.flatten())
+        images, labels = (v.view(*where.shape, *v.shape[1:]) for v in (some.images, some.labels))
+        return images if self.still is not None else self._augmented(images, batch.counts), labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
         """A teacher's outputs for all clients' data, one below another, where inputs are the same in every epoch."""
@@ -111,10 +110,9 @@ class Stack:
         each = [torch.unbind_copy(v) for v in there.values()]  # type: ignore[func-returns-value]  # torch's stub
         return [dict(zip(there, own, strict=True)) for own in zip(*each, strict=True)] or [{} for _ in self.sizes]
 
-    def _augmented(self, where: Tensor, counts: Sequence[int]) -> Tensor:
+    def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
         out = []
-        for k, n in enumerate(counts):
-            images = self.examples.images[where[k]]
+        for k, (images, n) in enumerate(zip(stored, counts, strict=True)):
             x = self.how.inputs.trained_on(images[:n], self.pixels[k]) if n else self.how.inputs.plain(images)
             out.append(torch.cat([x, x[:1].expand(len(images) - len(x), *x.shape[1:])]))
         return torch.stack(out)
