@@ -6,9 +6,15 @@ The public names are here; each is imported when it is first used, so that ``imp
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# torch's threads (GNU OpenMP) wait for each other awake, for milliseconds, and beside other work nothing is slower.
+# They shall fall asleep soon. torch reads this when it is imported; benchmarks/waiting.py shows what it is worth.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
     from fedstill.data.examples import Dataset as Dataset

@@ -51,15 +51,17 @@ def on_cpu(a: Tensors) -> dict[str, Tensor]:
 
 
 def norm(a: Tensors) -> float:
-    """The Euclidean norm over all real entries, in float64; NaN or infinite if an entry is.
+    """The Euclidean norm over all real entries, each entry's at least in float32; NaN or infinite if an entry is.
+
+    It is infinite, too, where an entry's squares are beyond its type.
 
     >>> norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     5.0
     """
-    real = [v.detach() for v in floats(a).values()]
+    real = [v.detach() if v.element_size() > 2 else v.detach().float() for v in floats(a).values()]
     if not real:
         return 0.0
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real, dtype=torch.float64))))
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(real)), dtype=torch.float64))
 
 
 def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor]:

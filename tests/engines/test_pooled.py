@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,3 +131,15 @@ def test_a_lone_client_has_the_threads_that_openmp_is_told(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", said)
     assert lone_threads() == (threads or cores())
+
+
+@pytest.mark.parametrize(
+    ("said", "spins"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_waiting_threads_fall_asleep_soon_unless_told_otherwise(said: dict[str, str], spins: str | None) -> None:
+    kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import fedstill, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**kept, **said}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(spins)

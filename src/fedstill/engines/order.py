@@ -39,7 +39,7 @@ class Timetable:
     @classmethod
     def of(cls, sizes: Sequence[int], plan: Plan, draws: Sequence[torch.Generator]) -> Timetable:
         """The table of clients with so many examples each, from 1, and their generators."""
-        orders = [torch.cat([*_permutations(n, plan, draw)]) for n, draw in zip(sizes, draws, strict=True)]
+        orders = torch.cat([p for n, draw in zip(sizes, draws, strict=True) for p in _permutations(n, plan, draw)])
         n, batch = torch.tensor(sizes), plan.batch
         in_epoch = -(-n // batch)
         steps = torch.full_like(n, plan.steps) if plan.steps else plan.epochs * in_epoch
@@ -48,13 +48,14 @@ class Timetable:
         epoch = (t // in_epoch) * running
         first = (t % in_epoch) * batch  # where in its epoch's order a batch begins
         real = (n - first).clamp(max=batch) * running
-        before = torch.tensor([0, *(len(order) for order in orders[:-1])]).cumsum(0)
+        epochs_of = -(-steps // in_epoch)
+        before = (epochs_of * n).cumsum(0) - epochs_of * n  # in the orders of all, one client's after the other's
         start = (before + epoch * n + first) * running
         within = torch.arange(int(real.max()))
         at = start.unsqueeze(2) + within * (within < real.unsqueeze(2))
-        index = torch.cat(orders)[at] * running.unsqueeze(2)
+        index = orders[at] * running.unsqueeze(2)
         ends = running & ((first + batch >= n) | (t + 1 == steps))
-        done = zip(steps.tolist(), (-(-steps // in_epoch)).tolist(), strict=True)
+        done = zip(steps.tolist(), epochs_of.tolist(), strict=True)
         return cls(index, real, epoch, ends, tuple(done))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -92,6 +93,8 @@ class Stack:
         def one(carry: tuple[Any, ...], *own: Any) -> T:
             return run(Carry(*carry), *own)
 
+        if _shared(self._dims):
+            return torch.func.vmap(functools.partial(one, self._carry))(*values)
         return torch.func.vmap(one, in_dims=(self._dims, *(0 for _ in values)))(self._carry, *values)
 
     def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
