@@ -106,7 +106,7 @@ def _say(what: str) -> None:
 def main() -> None:
     """Install, run in turn, print a table a workload; status 1 if what was trained is not the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", default="W1,W4", help="which: W1, W4, or both")
+    parser.add_argument("--workloads", default="W1,W4", help="which, e.g. W1,W4,W4-MLP")
     parser.add_argument("--only", default="", help="some contestants: fedstill,plain,flower,pfl,fluke,blazefl")
     parser.add_argument("--pairs", type=int, default=3, help="runs of each, in turn")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a run, after one to warm up")

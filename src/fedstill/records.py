@@ -190,8 +190,9 @@ class Examples:
         return self.images.shape[0]
 
     def take(self, index: Tensor) -> Examples:
-        """The examples at some positions, (n,) int64."""
-        return Examples(self.images.index_select(0, index), self.labels.index_select(0, index))
+        """The examples at some positions, (n,) int64, on whatever device."""
+        there = index.to(self.labels.device)
+        return Examples(self.images.index_select(0, there), self.labels.index_select(0, there))
 
     def to(self, device: str) -> Examples:
         """The examples on a device."""

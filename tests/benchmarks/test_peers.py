@@ -55,7 +55,7 @@ def test_a_task_is_the_same_after_it_was_written(tmp_path, small):
         assert all(torch.equal(before[k], after[k]) for k in before)
 
 
-@pytest.mark.parametrize("name", ["W1", "W4"])
+@pytest.mark.parametrize("name", ["W1", "W4", "W4-MLP"])
 def test_the_plain_network_is_the_workloads(name):
     workload = replace(hand_out.resized(name), clients=2, sampled=2, images=20)
     ready = prepare(settle(workload.experiment("fedavg")), workload.dataset())

@@ -17,8 +17,8 @@ from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork
 
 LIGHT = 1e6
-"""About so many floating-point operations in a step, or fewer, and threads side by side wait for each other more than
-they compute: on two cores, 100 clients with one hidden layer of 100 took 181 ms in threads, 109 one after another."""
+"""About so many floating-point operations in a step, or fewer, and threads side by side wait for the interpreter more
+than they compute."""
 
 A = TypeVar("A")
 T = TypeVar("T")
