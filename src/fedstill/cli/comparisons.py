@@ -22,7 +22,6 @@ def compare(
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    stack_seeds: bool = False,
     tensorboard: bool = False,
     quiet: Quiet = False,
 ) -> int:
@@ -39,7 +38,6 @@ def compare(
     out: The directory of all runs and the report. Unset, one is made under runs/.
     jobs: How many runs at once. Unset, one a core, as far as memory goes.
     set_: A value over the file's, as key=value. May be repeated.
-    stack_seeds: Train the clients of all seeds of a setting in common stacks, with engine = "vectorised" or "auto".
     tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
     quiet: No progress bar.
     """
@@ -48,7 +46,7 @@ def compare(
 
     experiment = load(config, set_)
     folder = out or compared.new_folder("compare")
-    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid), stack_seeds)
+    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
 
 

@@ -74,16 +74,14 @@ class Checkpoints:
         write_whole(self.folder / "LATEST", name.encode())
         return self.prune(state)
 
-    def latest(self, until: tuple[int, int] | None = None) -> Restored | None:
+    def latest(self) -> Restored | None:
         """The newest checkpoint that is whole, or None if there never was one.
 
-        ``until``: the round and stage that it may be of at most. A damaged one is passed over for the one before it.
+        A damaged one is passed over for the one before it.
         Raises CorruptFile if checkpoints exist and none is whole.
         """
         problems = []
         for name in self._names():
-            if until is not None and name > _name(*until):
-                continue
             try:
                 return self._load(name)
             except CorruptFile as error:
@@ -92,10 +90,6 @@ class Checkpoints:
         if problems:
             raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
         return None
-
-    def places(self) -> list[tuple[int, int]]:
-        """Round and stage of the checkpoints there are, oldest first."""
-        return [(int(name[:7]), int(name[8:15])) for name in reversed(self._names())]
 
     def _names(self) -> list[str]:
         """Names from the newest that ``LATEST`` vouches for; one written later was never completed."""

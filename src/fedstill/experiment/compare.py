@@ -71,14 +71,11 @@ def variants(
     methods: Sequence[str] = (),
     seeds: Sequence[int] = (),
     grid: Mapping[str, Sequence[Any]] | None = None,
-    stack_seeds: bool = False,
 ) -> list[Variant]:
     """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
 
-    Every run uses one thread, so that its bits do not depend on how many run at once. ``stack_seeds``: the clients of
-    all seeds of a setting are to be trained in common stacks.
+    Every run uses one thread, so that its bits do not depend on how many run at once.
     """
-    together = {"stacked_seeds": list(seeds)} if stack_seeds and len(seeds) > 1 else {}
     base = experiment.with_values({"threads": 1}, "compare")
     found = []
     for method in methods or ("",):
@@ -89,8 +86,7 @@ def variants(
             name = settle(chosen)["method"]["name"]
             label = " ".join([Path(name.partition(":")[0]).stem, *(f"{k}={v}" for k, v in setting.items())])
             folder = out / label.replace("/", "-").replace(" ", "_")
-            whole = chosen.with_values(together, "compare")
-            found += [seeded(label, whole, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
+            found += [seeded(label, chosen, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
     if len({v.folder for v in found}) != len(found):
         raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
     return found
@@ -138,79 +134,64 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     outcomes = [Outcome(v, rounds_of(v)) for v in with_starts(runs)]
     for outcome in outcomes:
         _check_folder(outcome.variant)
-    waiting = _tasks(outcomes)
+    waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
     asked = Asked(context.Event())
     with asked, ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,)) as pool:
-        running = dict[Future[list[Answer]], Task]()
+        running = dict[Future[Answer], Outcome]()
         while waiting or running:
             while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
                 waiting.remove(ready)
-                for outcome in ready:
-                    outcome.state = "running"
+                ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
-                running[pool.submit(_do, [o.variant for o in ready], workers)] = ready
+                running[pool.submit(_do, ready.variant, workers)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                waiting += _finish(running.pop(future), future)
+                _finish(running.pop(future), future)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
     return outcomes
 
 
-Task = list[Outcome]
-"""One run, or several that are trained together."""
-
 Answer = tuple[int, str]
 """A run's exit code, and what went wrong."""
 
 
-def _tasks(outcomes: Sequence[Outcome]) -> list[Task]:
-    from fedstill.experiment.seeds import together
-
-    by_folder = {o.variant.folder: o for o in outcomes}
-    tasks = []
-    for company in together([o.variant for o in outcomes]):
-        for variant in company:
-            by_folder[variant.folder].variant = variant
-        tasks.append([by_folder[variant.folder] for variant in company])
-    places = {o.variant.folder: i for i, o in enumerate(outcomes)}
-    return sorted(tasks, key=lambda task: places[task[0].variant.folder])
-
-
-def _next(waiting: Sequence[Task], outcomes: Sequence[Outcome]) -> Task | None:
+def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
     """The first that waits for no other run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
-    return next((t for t in waiting if not any(o.variant.after and o.variant.after.folder in open_ for o in t)), None)
+    return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
 
-def _do(variants: Sequence[Variant], workers: str) -> list[Answer]:
-    """Carry out one run, or several together; no answers at all if they are to be carried out apart."""
-    from fedstill.experiment import seeds
+def _do(variant: Variant, workers: str) -> Answer:
+    """Carry out one run, or go on with it."""
+    from fedstill.experiment import runner
 
-    if all((v.folder / "summary.json").is_file() for v in variants):
-        return [(0, "")] * len(variants)
+    if (variant.folder / "summary.json").is_file():
+        return 0, ""
     os.environ[WORKERS] = workers
     watch = StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
     signal.signal(signal.SIGTERM, watch.ask)
-    if len(variants) > 1 and not seeds.stacks(variants):
-        return []
-    with watch.working:
-        errors = seeds.run_together(variants, watch)
-    return [_answer(error) for error in errors]
+    try:
+        with watch.working:
+            if (variant.folder / "config.toml").is_file():
+                runner.resume(variant.folder, watch=watch)
+            else:
+                runner.run(variant.experiment, variant.folder, watch=watch)
+    except Exception as error:
+        return _answer(error)
+    return 0, ""
 
 
-def _answer(error: BaseException | None) -> Answer:
+def _answer(error: BaseException) -> Answer:
     from fedstill.experiment.runner import Interrupted
 
-    if error is None:
-        return 0, ""
     if isinstance(error, Interrupted):
         return 1, "stopped; the same command goes on with it"
     if isinstance(error, FedstillError):
@@ -218,20 +199,11 @@ def _answer(error: BaseException | None) -> Answer:
     return 1, f"{type(error).__name__}: {error}"
 
 
-def _finish(task: Task, future: Future[list[Answer]]) -> list[Task]:
-    """Note how a task ended; what is to be done instead, if it was not begun."""
-    from fedstill.experiment.seeds import apart
-
+def _finish(outcome: Outcome, future: Future[Answer]) -> None:
+    """Note how a run ended."""
     error = future.exception()
-    answers = [_answer(error)] * len(task) if error else future.result()
-    for outcome, (exit_code, problem) in zip(task, answers, strict=False):
-        outcome.exit_code, outcome.problem = exit_code, problem
-        outcome.state = "failed" if exit_code else "finished"
-    if answers:
-        return []
-    for outcome in task:
-        outcome.state, outcome.variant = "waiting", apart(outcome.variant)
-    return [[outcome] for outcome in task]
+    outcome.exit_code, outcome.problem = _answer(error) if error else future.result()
+    outcome.state = "failed" if outcome.exit_code else "finished"
 
 
 def _check_folder(variant: Variant) -> None:
@@ -244,8 +216,6 @@ def _check_folder(variant: Variant) -> None:
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen,
-    and the seeds that it was trained together with."""
+    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
     same = settings["engine"] in SAME_BITS or wanted["engine"] == "auto"
-    tree = {k: v for k, v in settings.tree.items() if k != "stacked_seeds"}
-    return {**tree, "engine": "serial"} if same else tree
+    return {**settings.tree, "engine": "serial"} if same else settings.tree

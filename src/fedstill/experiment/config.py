@@ -27,7 +27,6 @@ TOP: Fields = {
     "precision": (Literal["fp32", "bf16", "tf32"], "fp32"),
     "reuse": (bool, True),
     "start_from": (str, ""),
-    "stacked_seeds": (tuple[Seed, ...], ()),
     "measure": (tuple[str, ...], ("local",)),
     "measure_every": (Count, 10),
 }
@@ -118,7 +117,6 @@ class Experiment:
     precision: Any = TOP["precision"][1]
     reuse: Any = TOP["reuse"][1]
     start_from: Any = TOP["start_from"][1]
-    stacked_seeds: Any = TOP["stacked_seeds"][1]
     measure: Any = TOP["measure"][1]
     measure_every: Any = TOP["measure_every"][1]
     data: Any = field(default_factory=dict)

@@ -36,15 +36,12 @@ def chosen(settings: Settings, world: Federation, examples: int) -> tuple[str, s
 
 
 def stages(settings: Settings, world: Federation, examples: int) -> list[Work]:
-    """The stages of the first and the last round in which clients train, as the cost model sees them.
-
-    Seeds that are stacked count as so many times the clients.
-    """
+    """The stages of the first and the last round in which clients train, as the cost model sees them."""
     rounds = {1, settings["rounds"]}
     found = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
-    each, seeds = examples / settings.clients, max(1, len(settings.stacked_seeds))
+    each = examples / settings.clients
     return [
-        Work(world.plans[s.name], seeds * len(s.clients), {world.model(c) for c in s.clients}, each)
+        Work(world.plans[s.name], len(s.clients), {world.model(c) for c in s.clients}, each)
         for s in found.values()
         if s.name in world.plans
     ]

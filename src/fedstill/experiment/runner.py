@@ -17,13 +17,11 @@ from torch import Tensor
 import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
-from fedstill.engines.together import Seat
-from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment import journal as journals
 from fedstill.experiment.architectures import words
 from fedstill.experiment.carried import engine_of
-from fedstill.experiment.checkpoint import KEPT, Checkpoints, Restored
+from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
 from fedstill.experiment.directory import locked, new_directory, refuse_used
 from fedstill.experiment.measures.base import Happened
@@ -80,13 +78,11 @@ def run(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
-    seat: Seat | None = None,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. ``seat``: a place among the runs
-    with which this one's clients are stacked, for a config that names ``stacked_seeds``. Raises ConfigError and its kin
+    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin
     before anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it
     runs: then the directory keeps the last good state.
     """
@@ -98,13 +94,12 @@ def run(
             return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray))
         return submit(settings, made, False, watch or Quiet())
     prepared = prepare(settings, data)
-    _check_seat(prepared.settings, seat)
     folder = new_directory(settings, Path(out) if out else None)
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", as_toml(prepared.settings.tree).encode())
-        with closing(_Driver(prepared, folder, watch or Quiet(), grid, seat)) as driver:
+        with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
             return driver.go()
 
 
@@ -113,7 +108,6 @@ def resume(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
-    seat: Seat | None = None,
 ) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
     folder = Path(directory)
@@ -125,9 +119,8 @@ def resume(
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)
-        _check_seat(settings, seat)
         sweep(folder)
-        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, seat)) as driver:
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid)) as driver:
             return driver.go()
 
 
@@ -136,14 +129,6 @@ def _check_before(settings: Settings, data: Dataset | None) -> None:
     if data is not None and elsewhere(settings) == "federation":
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     prepare(settings, data)
-
-
-def _check_seat(settings: Settings, seat: Seat | None) -> None:
-    if settings.stacked_seeds and seat is None:
-        raise ConfigError(
-            f"stacked_seeds = {list(settings.stacked_seeds)}: fedstill compare trains these seeds together; "
-            "go on with the command that began it, or leave the key out"
-        )
 
 
 def settings_of(folder: Path) -> Settings:
@@ -155,6 +140,7 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
+    tree.pop("stacked_seeds", None)  # of version 0.1: such a run goes on alone, the same up to rounding
     return settle(from_tree(tree, {}, folder))
 
 
@@ -166,7 +152,6 @@ class _Driver:
     folder: Path
     watch: Progress
     grid: Grid | None = None
-    seat: Seat | None = None
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -174,8 +159,6 @@ class _Driver:
         self.journal = journals.Journal(self.folder / "journal.jsonl")
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
-        if isinstance(self.engine, VectorisedEngine):
-            self.engine.seat = self.seat
         local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared, folder=self.folder)
@@ -185,27 +168,11 @@ class _Driver:
 
     def go(self) -> Result:
         """From the last whole checkpoint; from the beginning if there is none."""
-        restored = self._restored()
+        restored = self.checkpoints.latest()
         if restored is None:
             self.journal.cut(journals.START)
             return self._start()
         return self._resume(restored)
-
-    def _restored(self) -> Restored | None:
-        """Where to begin: a run with a seat begins where all the others can."""
-        if self.seat is None or self.seat.left:
-            return self.checkpoints.latest()
-        place = self.seat.start(self.checkpoints.places(), KEPT)
-        if place is None:
-            self.seat.leave()
-            return self.checkpoints.latest()
-        restored = self.checkpoints.latest(place) if place > (0, 0) else None
-        if restored and (restored.state.round, restored.state.stage) != place:
-            raise CorruptFile(
-                f"{self.folder}: its checkpoint of round {place[0]}, stage {place[1]}, is damaged, and the runs of "
-                f"seeds {list(self.settings.stacked_seeds)} go on from there; delete their folders to train them anew"
-            )
-        return restored
 
     def _start(self) -> Result:
         state = self.before = self.method.setup(self.world)
@@ -268,10 +235,7 @@ class _Driver:
         self._save(state)
         self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
         self.watch.stage(stage.round, self.settings["rounds"], stage.index, len(self.stages))
-        stop = self.watch.stop()
-        if self.seat is not None and not self.seat.left:
-            stop = self.seat.stops(stop)
-        if stop:
+        if self.watch.stop():
             raise Interrupted(str(self.folder))
 
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:

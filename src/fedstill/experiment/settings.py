@@ -61,11 +61,6 @@ class Settings:
         return str(self.tree.get("start_from", ""))
 
     @property
-    def stacked_seeds(self) -> tuple[int, ...]:
-        """The seeds, this run's among them, of the runs with whose clients this run's are stacked; empty for none."""
-        return tuple(self.tree.get("stacked_seeds", ()))
-
-    @property
     def on_sites(self) -> bool:
         """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
         return "flower" in self.tree and self["flower"]["data"] == "sites"
@@ -91,7 +86,6 @@ def settle(experiment: Experiment) -> Settings:
     top["measure"] = tuple(_resolved_name("measure", n, experiment.base) for n in top["measure"])
     measures(top["measure"])
     started = str(_place(start, experiment.base, "start_from")) if (start := top.pop("start_from")) else ""
-    stacked = _stacked_seeds(top)
     data = checked(DATA, experiment.table("data"), "data")
     data["name"] = _data_name(data["name"], experiment.base)
     if data["public_from"] not in ("train", "noise"):
@@ -116,7 +110,6 @@ def settle(experiment: Experiment) -> Settings:
     tree = {
         **top,
         **({"start_from": started} if started else {}),
-        **({"stacked_seeds": stacked} if stacked else {}),
         "data": data,
         "partition": partition_values,
         "topology": {**topology_values, "clients": clients},
@@ -140,16 +133,6 @@ def settle(experiment: Experiment) -> Settings:
 def as_experiment(settings: Settings) -> Experiment:
     """The experiment that says every resolved value outright."""
     return Experiment(**settings.tree, origins=settings.origins)
-
-
-def _stacked_seeds(top: dict[str, Any]) -> tuple[int, ...]:
-    """Take the key out of the table: it stands in a run's config.toml only where it says something."""
-    seeds: tuple[int, ...] = top.pop("stacked_seeds")
-    if seeds and (top["seed"] not in seeds or len(set(seeds)) < len(seeds)):
-        raise ConfigError(f"stacked_seeds = {list(seeds)} must name different seeds, and the run's own, {top['seed']}")
-    if seeds and top["engine"] not in ("vectorised", "auto"):
-        raise ConfigError(f"stacked_seeds: engine = {top['engine']!r} stacks nothing; set 'vectorised' or 'auto'")
-    return seeds
 
 
 Options = Mapping[str, Mapping[str, Any]]
