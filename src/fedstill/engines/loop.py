@@ -57,14 +57,9 @@ def train(
     return trained
 
 
-def train_stack(
-    work: ClientWork, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]
-) -> list[Trained]:
-    """Train several clients of one structure (``stack.Structures``) at once, up to rounding as ``train`` does each.
-
-    ``hows`` may differ in their seeds only: clients of several runs can train together.
-    """
-    return _Training(work, Stack(carries, views, hows)).run()
+def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
+    """Train several clients of one structure (``stack.Structures``) at once, up to rounding as ``train`` does each."""
+    return _Training(work, Stack(carries, views, how)).run()
 
 
 class _Training:

@@ -22,16 +22,12 @@ T = TypeVar("T")
 
 
 class Stack:
-    """K clients with examples: their data lie one below another, short batches are padded with their own first.
-
-    ``hows``: how each of them trains; they differ in the seed at most.
-    """
+    """K clients with examples: their data lie one below another, short batches are padded with their own first."""
 
     now = None  # teachers run under vmap, each client's own
 
-    def __init__(self, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]) -> None:
-        self.view, self.how, self.size = views[0], hows[0], len(views)
-        how = self.how
+    def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
+        self.view, self.how, self.size = views[0], how, len(views)
         each = chosen(carries, views, how.stage)
         self.device = each[0].images.device
         parts, dims = _stacked([(c.params, c.teachers, c.trace, c.constants) for c in carries])
@@ -42,9 +38,9 @@ class Stack:
         self.sizes = [len(e) for e in each]
         self.common = all(e is each[0] for e in each)  # public data, in memory once
         self.examples = each[0] if self.common else _below(each)
-        plain, own = not how.inputs.steps, list(zip(views, hows, strict=True))
-        self.orders = [draw(v.client, h, "order") for v, h in own]
-        self.pixels = [] if plain else [draw(v.client, h, "pixels") for v, h in own]
+        plain = not how.inputs.steps
+        self.orders = [draw(v.client, how, "order") for v in views]
+        self.pixels = [] if plain else [draw(v.client, how, "pixels") for v in views]
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
         for teacher in carries[0].teachers.values():  # made here: initial weights cannot be drawn under vmap
             contract.module(teacher[0] if isinstance(teacher, tuple) else self.view.model, "frozen")
