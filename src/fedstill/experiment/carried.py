@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import fedstill
 from fedstill.data.examples import Dataset
-from fedstill.engines.flower.app import Does, client_app
-from fedstill.engines.flower.engine import FlowerEngine
+from fedstill.engines.flower.client_app import Does, client_app
 from fedstill.engines.flower.fleet import Clock, Fleet, Patience
+from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.engines.flower.requests import Request
 from fedstill.engines.serial import SerialEngine

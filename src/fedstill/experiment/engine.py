@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fedstill.engines.cost import Work, choice
+from fedstill.engines.cost import Work, suited_engine
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import VectorisedEngine, why_not
@@ -32,7 +32,7 @@ def resolved(settings: Settings, world: Federation, examples: int) -> Settings:
 
 def chosen(settings: Settings, world: Federation, examples: int) -> tuple[str, str]:
     """What the cost model says of a run: an engine, and why."""
-    return choice(stages(settings, world, examples), settings["device"])
+    return suited_engine(stages(settings, world, examples), settings["device"])
 
 
 def stages(settings: Settings, world: Federation, examples: int) -> list[Work]:

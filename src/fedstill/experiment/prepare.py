@@ -20,7 +20,7 @@ from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reuse import Kept
+from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, InfeasiblePartition
 from fedstill.experiment.architectures import assigned
@@ -33,7 +33,7 @@ from fedstill.experiment.settings import Settings
 from fedstill.experiment.starting import weights
 from fedstill.experiment.world import Federation
 from fedstill.fitting import FIT
-from fedstill.method import ALONE
+from fedstill.method import ONLY_FIT
 from fedstill.models import contract
 from fedstill.records import Examples
 
@@ -54,11 +54,11 @@ class Prepared:
         return measured_rounds(self.settings["rounds"], self.settings["measure_every"]) if asked else frozenset()
 
     @property
-    def kept(self) -> Kept | None:
+    def kept(self) -> KeptReplies | None:
         """Replies of other runs, for the stages of which the method says that they may serve again."""
         method = self.settings.method
-        stages = method.reusable | (frozenset() if FIT in method.stages else ALONE.reusable)
-        return Kept(cache_folder() / "replies", stages, reuse_bytes()) if self.settings["reuse"] else None
+        stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
+        return KeptReplies(cache_folder() / "replies", stages, reuse_bytes()) if self.settings["reuse"] else None
 
     def engine(self, memory: Path | None = None) -> SerialEngine:
         """The engine of this run, with client memory in a folder, or in this process."""

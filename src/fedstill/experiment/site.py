@@ -16,7 +16,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.flower.desk import Desk
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
@@ -99,7 +99,7 @@ class Clerk:
     dataset: Dataset | None = None
     ready: dict[str, Ready] = field(default_factory=dict)
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> SiteReply:
         """The answer; whatever goes wrong is an answer too, with the reason in one line."""
         try:
             return self._answer(request)
@@ -108,9 +108,9 @@ class Clerk:
         except Exception as error:
             reason = on_one_line(error)
         stage = request.stage
-        return Answer(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
+        return SiteReply(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> SiteReply:
         if request.client != self.site.client:
             raise Refused(f"this site is client {self.site.client}, not client {request.client}")
         ready = self._ready(request)
@@ -119,7 +119,7 @@ class Clerk:
         with FileLock(desk.place / ".lock"):
             return desk.kept(request) or self._work(ready, request, desk)
 
-    def _work(self, ready: Ready, request: Request, desk: Desk) -> Answer:
+    def _work(self, ready: Ready, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
@@ -128,8 +128,8 @@ class Clerk:
         engine = SerialEngine(ready.world, ready.sites, memory, *how, **more)
         (reply,) = engine.run(work, stage, {client: request.down}, settings["seed"])
         if reply.failure:
-            return Answer(client, stage.round, stage.index, failure=reply.failure)
-        answer = Answer(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
+            return SiteReply(client, stage.round, stage.index, failure=reply.failure)
+        answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
 
     def _named_work(self, ready: Ready, request: Request) -> ClientWork:
