@@ -12,10 +12,10 @@ from fedstill.keys import resident
 from fedstill.records import Plan
 
 
-def epochs(n: int, plan: Plan, draw: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
+def epoch_batches(n: int, plan: Plan, order: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
     """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
     left = plan.steps
-    for positions in _permutations(n, plan, draw):
+    for positions in _permutations(n, plan, order):
         batches = list(torch.split(resident(positions, device), plan.batch))
         yield batches[:left] if plan.steps else batches
         left -= len(batches)

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedstill.engines.alone import How, examples_of, scores_count
 from fedstill.engines.cores import torch_threads
+from fedstill.engines.how import How, scores_count, stage_examples
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
-from fedstill.engines.stack import Structures
+from fedstill.engines.stacked_carry import Structures
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -94,7 +94,7 @@ class VectorisedEngine(PooledEngine):
             except Exception as error:
                 replies[client] = failed(how.stage, client, error)
                 continue
-            trains = begun.carry.params and len(examples_of(begun.view, how.stage))
+            trains = begun.carry.params and len(stage_examples(begun.view, how.stage))
             fits_on = structures.of(begun.carry, begun.view) if trains else client
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():
