@@ -11,13 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import Precision, set_products
-from fedstill.engines.reuse import KeptReplies, examples_digest, key_of
+from fedstill.engines.reuse import KeptReplies, key_of
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.files import digest
 from fedstill.fitting import FIT
@@ -71,7 +72,8 @@ class SerialEngine:
     evaluated in whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
     ``measures``: by what (``local``: on the common test set; ``epochs``: so after every epoch; ``private_public``: on
     held-out and public data).
-    ``privacy``: what is done to logits before they leave a client.
+    ``privacy``: what is done to logits before they leave a client. ``dataclasses.replace`` gives an engine that differs
+    in some of this and has threads of its own; the memory is the same one.
     """
 
     world: World
@@ -122,7 +124,7 @@ class SerialEngine:
         """What a client's reply depends on."""
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
-        measured = (self.measures, examples_digest(test)) if self._due(stage) else ()
+        measured = (self.measures, examples_digest(test) if test is not None else "") if self._due(stage) else ()
         more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
