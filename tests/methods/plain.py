@@ -20,7 +20,7 @@ from fedstill.experiment.config import Experiment
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle
 from fedstill.keys import generator, seed_for
-from fedstill.method import run_census, run_round
+from fedstill.method import Unwatched, run_census, run_round
 from fedstill.models import contract, resnet
 from fedstill.records import State
 from fedstill.registry import register
@@ -168,7 +168,7 @@ def ready_for(method: object, **changes: object) -> Prepared:
 def drive(ready: Prepared) -> tuple[list[State], Memory]:
     """The library's own run: its states, that before round 1 first, and what its clients remember."""
     settings, world, engine = ready.settings, ready.world, ready.engine()
-    watch = lambda *_: None  # noqa: E731
+    watch = Unwatched()
     state = settings.method.setup(world)
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, watch, settings.rules)

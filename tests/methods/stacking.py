@@ -16,7 +16,7 @@ from fedstill import registry
 from fedstill.experiment.config import Experiment
 from fedstill.experiment.prepare import Prepared, prepare
 from fedstill.experiment.settings import settle
-from fedstill.method import run_census, run_round
+from fedstill.method import Unwatched, run_census, run_round
 from fedstill.records import Examples, Reply, State
 from fedstill.wire.screen import Refusal
 
@@ -58,10 +58,12 @@ def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Re
     replies: list[Reply] = []
     refused: list[Refusal] = []
 
-    def watch(stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
-        replies.extend(came)
-        refused.extend(gone)
+    class Watching(Unwatched):
+        def stage(self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
+            replies.extend(came)
+            refused.extend(gone)
 
+    watch = Watching()
     with closing(ready.engine()) as engine:
         state = method.setup(world)
         if "label_counts" in method.requires():

@@ -22,7 +22,7 @@ from fedstill.experiment.settings import settle
 from fedstill.experiment.world import Federation
 from fedstill.files import digest
 from fedstill.fitting import FIT, probed
-from fedstill.method import run_round
+from fedstill.method import Unwatched, run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
@@ -186,7 +186,7 @@ def _learn(
     engine.world = world
     engine.measured = frozenset()
     try:
-        state = run_round(method, state, stages, world, engine, lambda *_: None, prepared.settings.rules)
+        state = run_round(method, state, stages, world, engine, Unwatched(), prepared.settings.rules)
     finally:
         engine.close()
     return state.extra.many("student")[client]

@@ -7,7 +7,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +23,7 @@ from fedstill.experiment.architectures import words
 from fedstill.experiment.carried import engine_of
 from fedstill.experiment.checkpoint import Checkpoints, Restored
 from fedstill.experiment.config import Experiment, as_toml, from_tree
+from fedstill.experiment.debugging import debugged
 from fedstill.experiment.directory import locked, new_directory, refuse_used
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.measuring import Measuring
@@ -34,7 +35,9 @@ from fedstill.experiment.starting import seal
 from fedstill.experiment.submitted import elsewhere, submit
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
+from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.verdicts import part, within
 from fedstill.wire.screen import Refusal
 
 if TYPE_CHECKING:
@@ -78,20 +81,23 @@ def run(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
+    debug: bool | None = None,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin
-    before anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it
-    runs: then the directory keeps the last good state.
+    Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
+    fails ends the run with ClientFailed, its own exception chained; unset, in tests with ``engine = "serial"`` only.
+    Raises ConfigError and its kin before anything is trained, RunExists for a directory that holds something,
+    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
+    debug = debugged(debug, settings["engine"])
     if grid is None and elsewhere(settings):
         _check_before(settings, data)
         made = new_directory(settings, Path(out) if out else None)
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray))
+            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray, debug))
         return submit(settings, made, False, watch or Quiet())
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
@@ -99,7 +105,7 @@ def run(
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", as_toml(prepared.settings.tree).encode())
-        with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
+        with closing(_Driver(prepared, folder, watch or Quiet(), grid, debug)) as driver:
             return driver.go()
 
 
@@ -108,19 +114,24 @@ def resume(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
+    debug: bool | None = None,
 ) -> Result:
-    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
+    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
+
+    ``debug``: as for ``run``.
+    """
     folder = Path(directory)
     settings = settings_of(folder)
+    debug = debugged(debug, settings["engine"])
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray))
+            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug))
         return submit(settings, folder, True, watch or Quiet())
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)
         sweep(folder)
-        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid)) as driver:
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, debug)) as driver:
             return driver.go()
 
 
@@ -152,6 +163,7 @@ class _Driver:
     folder: Path
     watch: Progress
     grid: Grid | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -160,6 +172,8 @@ class _Driver:
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
+        if isinstance(self.engine, SerialEngine):
+            self.engine = replace(self.engine, debug=self.debug)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared, folder=self.folder)
         self.saving = 0.0
@@ -175,11 +189,12 @@ class _Driver:
         return self._resume(restored)
 
     def _start(self) -> Result:
-        state = self.before = self.method.setup(self.world)
+        with part(self.method, "setup", "before round 1"):
+            state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
         self.journal.write("start", seconds_since_1970=time.time(), **self._versions(), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
-            state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)
+            state = run_census(state, self.world, self.engine, self, self.settings.rules)
         else:
             self._save(state)
         return self._rounds(state)
@@ -203,9 +218,7 @@ class _Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            state = run_round(
-                self.method, state, self.stages, self.world, self.engine, self._after_stage, self.settings.rules
-            )
+            state = run_round(self.method, state, self.stages, self.world, self.engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
@@ -217,7 +230,7 @@ class _Driver:
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
 
-    def _after_stage(
+    def stage(
         self,
         stage: Stage,
         replies: Sequence[Reply],
@@ -225,6 +238,7 @@ class _Driver:
         downs: Mapping[int, Payload],
         state: State,
     ) -> None:
+        """Journal, measure and save a stage that is done (``method.Watch``)."""
         began = time.perf_counter()
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.write(**event)
@@ -238,6 +252,14 @@ class _Driver:
         if self.watch.stop():
             raise Interrupted(str(self.folder))
 
+    def failed(
+        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    ) -> None:
+        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.write(**event)
+        self.journal.sync()
+
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)
         ends_run = ends_round and stage.round == self.settings["rounds"]
@@ -249,7 +271,10 @@ class _Driver:
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.many_threads[1])
-        return self.method.predictors(state, self.world)
+        where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
+        with part(self.method, "predictors", where):
+            named = dict(self.method.predictors(state, self.world))
+        return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
     def _identity(self) -> str:
         """Which run this is, for its clients: the same after a resume, another for every run."""
