@@ -22,18 +22,26 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((ROOT / "docs" / page).read_text())
 
 
-def test_a_method_is_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     found = blocks("add_a_method.md")
     for _, title, text in found:
         if title:
             (tmp_path / title).write_text(text)
     commands = [line[2:] for kind, _, text in found if kind == "console" for line in text.splitlines()]
-    assert len(commands) == 3
+    assert len(commands) == 4
+    said = iter(text for kind, _, text in found if kind == "text")
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "fedstill"
-        assert call(arguments) == 0, command
+        fails = "mistaken.py" in command
+        capsys.readouterr()
+        assert call(arguments) == (1 if fails else 0), command
+        if fails:
+            assert capsys.readouterr().err == next(said), "what the page shows"
+    assert next(said, None) is None
     assert (tmp_path / "sweep" / "report.html").is_file()
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_fedgap.py"],
