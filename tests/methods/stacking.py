@@ -13,9 +13,9 @@ from torch import Tensor
 
 import toys
 from fedstill import registry
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
 from fedstill.records import Examples, Reply, State
 from fedstill.wire.screen import Refusal

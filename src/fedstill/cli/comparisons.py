@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
-    from fedstill.experiment.compare import Variant
+    from fedstill.experiment.comparing.compare import Variant
 
 
 @app.command
@@ -41,8 +41,8 @@ def compare(
     tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
     quiet: No progress bar.
     """
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load, parse_grid
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.config.experiment import load, parse_grid
 
     experiment = load(config, set_)
     folder = out or compared.new_folder("compare")
@@ -63,8 +63,8 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
     """
     from importlib import resources
 
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.config.experiment import load
 
     with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
         experiment = load(path)
@@ -106,7 +106,7 @@ def carry_out(
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
-    from fedstill.experiment import compare as compared
+    from fedstill.experiment.comparing import compare as compared
     from fedstill.report import terminal
 
     rounds = sum(compared.rounds_of(v) for v in compared.with_starts(runs))

@@ -15,11 +15,11 @@ from fedstill.engines.flower.fleet import Clock, Fleet, Patience
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.engines.flower.requests import Request
 from fedstill.engines.serial import SerialEngine
-from fedstill.experiment.config import as_toml
-from fedstill.experiment.facts import Facts
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.settings import Settings
-from fedstill.experiment.site import Clerk, Ready, Site, code_in
+from fedstill.experiment.config.experiment import as_toml
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.site import Clerk, Ready, Site, code_in
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment import journal as journals
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory import journal as journals
 from fedstill.files import write_whole
 from fedstill.metrics.answers import MEASURES
 from fedstill.records import State

@@ -21,13 +21,13 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, FedstillError, Refused
-from fedstill.experiment.architectures import words
-from fedstill.experiment.checking import Fields, checked, on_one_line
-from fedstill.experiment.config import NAMED, as_toml, from_tree
-from fedstill.experiment.facts import Facts, labels_of, public_of
-from fedstill.experiment.prepare import asked, label_counts, prepare, world_of
-from fedstill.experiment.settings import Settings, settle
-from fedstill.experiment.world import Federation
+from fedstill.experiment.config.checking import Fields, checked, on_one_line
+from fedstill.experiment.config.client_models import words
+from fedstill.experiment.config.experiment import NAMED, as_toml, from_tree
+from fedstill.experiment.config.settings import Settings, settle
+from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
+from fedstill.experiment.preparing.prepared import asked, label_counts, prepare, world_of
+from fedstill.experiment.preparing.run_world import Federation
 from fedstill.fields import CountOrZero
 from fedstill.files import digest, make_folder
 from fedstill.method import acting, census_stage

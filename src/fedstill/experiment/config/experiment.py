@@ -13,7 +13,7 @@ import tomli_w
 
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.checking import Fields, checked, on_one_line, shown
+from fedstill.experiment.config.checking import Fields, checked, on_one_line, shown
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed
 from fedstill.records import Plan
 from fedstill.wire.privacy import Privacy

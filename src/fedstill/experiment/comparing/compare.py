@@ -15,9 +15,9 @@ from typing import Any
 
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.errors import ConfigError, FedstillError, RunExists
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.settings import Settings, settle
-from fedstill.experiment.stopping import Asked, StopsWhenAsked
+from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import Settings, settle
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
@@ -136,7 +136,7 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
         _check_folder(outcome.variant)
     waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedstill.experiment.runner", "fedstill.methods.fedavg"])
+    context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
     asked = Asked(context.Event())
     with asked, ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,)) as pool:
         running = dict[Future[Answer], Outcome]()
@@ -170,7 +170,7 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
 
 def _do(variant: Variant, workers: str) -> Answer:
     """Carry out one run, or go on with it."""
-    from fedstill.experiment import runner
+    from fedstill.experiment.running import runner
 
     if (variant.folder / "summary.json").is_file():
         return 0, ""
@@ -190,7 +190,7 @@ def _do(variant: Variant, workers: str) -> Answer:
 
 
 def _answer(error: BaseException) -> Answer:
-    from fedstill.experiment.runner import Interrupted
+    from fedstill.experiment.running.runner import Interrupted
 
     if isinstance(error, Interrupted):
         return 1, "stopped; the same command goes on with it"
@@ -207,7 +207,7 @@ def _finish(outcome: Outcome, future: Future[Answer]) -> None:
 
 
 def _check_folder(variant: Variant) -> None:
-    from fedstill.experiment.runner import settings_of
+    from fedstill.experiment.running.runner import settings_of
 
     there = (variant.folder / "config.toml").is_file()
     wanted = settle(variant.experiment)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.checking import checked, shown
-from fedstill.experiment.config import fields_of
+from fedstill.experiment.config.checking import checked, shown
+from fedstill.experiment.config.experiment import fields_of
 
 KEY = "clients.models"
 IDS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")

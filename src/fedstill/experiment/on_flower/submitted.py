@@ -12,14 +12,14 @@ from fedstill.deploy import programs
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.folder import load as load_federation
 from fedstill.errors import DeployFailed
-from fedstill.experiment import journal as journals
-from fedstill.experiment.config import as_toml
-from fedstill.experiment.result import Result
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.experiment import as_toml
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.result import Result
 from fedstill.files import digest, remove
 
 if TYPE_CHECKING:
-    from fedstill.experiment.runner import Progress
+    from fedstill.experiment.running.runner import Progress
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""

@@ -9,8 +9,8 @@ from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import VectorisedEngine, why_not
 from fedstill.errors import ConfigError
-from fedstill.experiment.settings import Settings
-from fedstill.experiment.world import Federation
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.run_world import Federation
 from fedstill.records import SERVER
 
 ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": VectorisedEngine}

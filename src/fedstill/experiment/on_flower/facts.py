@@ -13,9 +13,9 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.errors import Refused
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.public_data import copied
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.preparing.public_data import copied
 from fedstill.records import Examples
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fedstill.errors import ConfigError, RunBusy, RunExists
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.settings import Settings
 from fedstill.files import is_leftover
 
 

@@ -13,9 +13,9 @@ from fedstill import registry
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
-from fedstill.experiment.architectures import checked_models
-from fedstill.experiment.checking import checked, on_one_line, shown
-from fedstill.experiment.config import (
+from fedstill.experiment.config.checking import checked, on_one_line, shown
+from fedstill.experiment.config.client_models import checked_models
+from fedstill.experiment.config.experiment import (
     CLIENTS,
     DATA,
     FLOWER,

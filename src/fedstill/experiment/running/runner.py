@@ -18,20 +18,20 @@ import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
-from fedstill.experiment import journal as journals
-from fedstill.experiment.architectures import words
-from fedstill.experiment.carried import engine_of
-from fedstill.experiment.checkpoint import Checkpoints, Restored
-from fedstill.experiment.config import Experiment, as_toml, from_tree
-from fedstill.experiment.directory import locked, new_directory, refuse_used
+from fedstill.experiment.config.client_models import words
+from fedstill.experiment.config.experiment import Experiment, as_toml, from_tree
+from fedstill.experiment.config.settings import Settings, settle
 from fedstill.experiment.measures.base import Happened
-from fedstill.experiment.measuring import Measuring
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.result import Result, summary_of, write_result
-from fedstill.experiment.settings import Settings, settle
-from fedstill.experiment.simulated import simulate
-from fedstill.experiment.starting import seal
-from fedstill.experiment.submitted import elsewhere, submit
+from fedstill.experiment.on_flower.carried import engine_of
+from fedstill.experiment.on_flower.simulated import simulate
+from fedstill.experiment.on_flower.submitted import elsewhere, submit
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.preparing.start_weights import seal
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
+from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
+from fedstill.experiment.run_directory.result import Result, summary_of, write_result
+from fedstill.experiment.running.measuring import Measuring
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State

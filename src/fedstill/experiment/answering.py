@@ -13,13 +13,13 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.config import from_tree
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.runner import settings_of
-from fedstill.experiment.settings import settle
-from fedstill.experiment.world import Federation
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.preparing.run_world import Federation
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.running.runner import settings_of
 from fedstill.files import digest
 from fedstill.fitting import FIT, probed
 from fedstill.method import run_round

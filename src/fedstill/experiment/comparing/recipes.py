@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.compare import Variant, seeded
-from fedstill.experiment.config import from_tree
+from fedstill.experiment.comparing.compare import Variant, seeded
+from fedstill.experiment.config.experiment import from_tree
 
 TOP = {"paper", "common", "columns", "rows", "published"}
 USUAL = ("accuracy", "forgetting")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.records import require_flower
 from fedstill.errors import ConfigError, DeployFailed
-from fedstill.experiment.carried import trial_app
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.on_flower.carried import trial_app
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid

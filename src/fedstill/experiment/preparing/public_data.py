@@ -12,7 +12,7 @@ from fedstill.data.partition import public_split
 from fedstill.data.sources import load
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.config.settings import Settings
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 

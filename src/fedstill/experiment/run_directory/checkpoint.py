@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import BadPayload, CorruptFile
-from fedstill.experiment.journal import Mark
+from fedstill.experiment.run_directory.journal import Mark
 from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import ModelSpec, Payload, State
 from fedstill.wire.codec import decode, encode

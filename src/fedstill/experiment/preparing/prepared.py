@@ -23,15 +23,15 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reuse import Kept
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, InfeasiblePartition
-from fedstill.experiment.architectures import assigned
-from fedstill.experiment.checking import on_one_line
-from fedstill.experiment.engine import ENGINES, resolved
+from fedstill.experiment.config.checking import on_one_line
+from fedstill.experiment.config.client_models import assigned
+from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import measured_rounds
-from fedstill.experiment.public_data import set_apart
-from fedstill.experiment.refusals import refuse_misfits
-from fedstill.experiment.settings import Settings
-from fedstill.experiment.starting import weights
-from fedstill.experiment.world import Federation
+from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
+from fedstill.experiment.preparing.misfits import refuse_misfits
+from fedstill.experiment.preparing.public_data import set_apart
+from fedstill.experiment.preparing.run_world import Federation
+from fedstill.experiment.preparing.start_weights import weights
 from fedstill.fitting import FIT
 from fedstill.method import ALONE
 from fedstill.models import contract

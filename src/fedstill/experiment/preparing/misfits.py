@@ -6,10 +6,10 @@ import torch
 
 from fedstill.data.views import SimulatedSites
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
-from fedstill.experiment.checking import on_one_line
+from fedstill.experiment.config.checking import on_one_line
+from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import Setting, check_fit, measures
-from fedstill.experiment.settings import Settings
-from fedstill.experiment.world import Federation
+from fedstill.experiment.preparing.run_world import Federation
 from fedstill.fitting import FIT
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import FedstillError
-from fedstill.experiment.budget import Budget
-from fedstill.experiment.checking import on_one_line
+from fedstill.experiment.config.checking import on_one_line
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import measured_rounds, measures
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
