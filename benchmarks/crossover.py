@@ -16,7 +16,7 @@ from rich.table import Table
 
 from benchmarks.workloads import Workload
 from fedstill.engines.serial import SerialEngine
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.engine_choice import stages
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload

@@ -51,7 +51,7 @@ def measured(what: Experiment) -> tuple[float, float, int]:
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
     from fedstill.engines.flower.loopback import LoopbackGrid
-    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.on_flower.carried import trial_app
 
     with tempfile.TemporaryDirectory() as folder:

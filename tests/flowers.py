@@ -14,7 +14,7 @@ import pytest
 import toys
 from fedstill.engines.flower.loopback import LoopbackGrid, parsed
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.carried import trial_app
 
 needs_flower = pytest.mark.skipif(

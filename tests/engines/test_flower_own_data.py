@@ -16,7 +16,7 @@ from fedstill.engines.flower.app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.site import Clerk, Site
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.journal import read

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import toys
 from fedstill.engines.loop import train
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract

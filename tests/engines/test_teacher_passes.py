@@ -15,7 +15,7 @@ import toys
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
 from fedstill.engines.teachers import Teachers
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.models import contract

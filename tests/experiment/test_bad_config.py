@@ -11,7 +11,7 @@ import pytest
 import toys
 from fedstill.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
 from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 

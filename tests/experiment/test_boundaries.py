@@ -11,7 +11,7 @@ import torch
 import toys
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.boundaries import STEPS
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.checkpoint import Checkpoints

@@ -12,7 +12,7 @@ import tomli_w
 
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 
 VALID: dict[str, Any] = {
     "seed": 3,

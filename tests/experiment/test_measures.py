@@ -16,7 +16,7 @@ from fedstill import registry
 from fedstill.cli import call
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import Setting, check_fit, measures
 from fedstill.experiment.measures.sphere import directions

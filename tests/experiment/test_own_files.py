@@ -11,7 +11,7 @@ import pytest
 import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import load
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.runner import run
@@ -114,7 +114,7 @@ def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(folder))
     settings = settle(load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25")))
     assert type(settings.method).__name__ == "Halfway"
-    assert settings["method"]["share"] == 0.25
+    assert settings.named.method.values["share"] == 0.25
     for name in ("own_things", "own_things.ways"):
         sys.modules.pop(name)
 

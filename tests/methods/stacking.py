@@ -14,7 +14,7 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
 from fedstill.records import Examples, Reply, State
@@ -66,7 +66,7 @@ def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Re
         state = method.setup(world)
         if "label_counts" in method.requires():
             state = run_census(state, world, engine, watch, rules)
-        for r in range(1, min(count, ready.settings["rounds"]) + 1):
+        for r in range(1, min(count, ready.settings.rounds) + 1):
             state = run_round(method, state, ready.settings.topology(r, world), world, engine, watch, rules)
     return state, replies, refused
 

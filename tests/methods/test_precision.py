@@ -15,7 +15,7 @@ from fedstill.engines import precision
 from fedstill.engines.loop import train
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import run

@@ -15,7 +15,7 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.runner import run

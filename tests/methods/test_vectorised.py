@@ -16,7 +16,7 @@ from fedstill.data.sources import from_tensors
 from fedstill.engines.alone import How
 from fedstill.engines.vectorised import Member, VectorisedEngine
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Payload, Stage, Step, View, World

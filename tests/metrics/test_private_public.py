@@ -10,7 +10,7 @@ import toys
 from fedstill.cli import call
 from fedstill.engines.passes import ModelPasses
 from fedstill.experiment.comparing import recipes
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read
 from fedstill.experiment.running.runner import run

@@ -12,7 +12,7 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload

@@ -38,7 +38,7 @@ def run(
     quiet: No progress bar.
     """
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
@@ -46,7 +46,7 @@ def run(
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.run(experiment, out, watch=bar)
         except runner.Interrupted as stopped:
@@ -67,7 +67,7 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
-    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.resume(directory, watch=bar)
         except runner.Interrupted as stopped:
@@ -87,7 +87,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     """
     from fedstill.experiment import explain as explained
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
     from fedstill.report import terminal
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.preparing.run_world import Federation
+from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.running.runner import settings_of
@@ -40,8 +41,8 @@ class Guest:
 
 
 @dataclass(frozen=True)
-class WithGuests(Federation):
-    """A federation in which teachers from files stand behind the clients."""
+class WithGuests(RunWorld):
+    """A world in which teachers from files stand behind the clients."""
 
     guests: tuple[Guest, ...] = ()
     own: int = 0
@@ -182,13 +183,8 @@ def _learn(
 ) -> Tensors:
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
     stages = prepared.settings.topology(1, prepared.world)
-    engine = prepared.engine()
-    engine.world = world
-    engine.measured = frozenset()
-    try:
+    with closing(replace(prepared, world=world).engine(measured=False)) as engine:
         state = run_round(method, state, stages, world, engine, lambda *_: None, prepared.settings.rules)
-    finally:
-        engine.close()
     return state.extra.many("student")[client]
 
 

@@ -1,23 +1,23 @@
-"""Several runs side by side: methods × a grid × seeds, as many at once as the machine bears, resumable."""
+"""Several runs side by side, as many at once as the machine bears; the same command goes on with them."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fedstill.engines.cores import WORKERS, cores
-from fedstill.errors import ConfigError, FedstillError, RunExists
+from fedstill.errors import FedstillError, RunExists
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked
+from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.settings import Settings, settle
+from fedstill.experiment.config.settings import Settings
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
@@ -26,17 +26,6 @@ POLL_SECONDS = 0.2
 
 SAME_BITS = ("serial", "pooled")
 """Engines that give one and the same run."""
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One run of a comparison: what is varied, as text, its seed, where it goes, and the run that it starts from."""
-
-    label: str
-    seed: int
-    experiment: Experiment
-    folder: Path
-    after: Variant | None = None
 
 
 @dataclass
@@ -65,59 +54,6 @@ class Outcome:
         self._read = len(lines)
 
 
-def variants(
-    experiment: Experiment,
-    out: Path,
-    methods: Sequence[str] = (),
-    seeds: Sequence[int] = (),
-    grid: Mapping[str, Sequence[Any]] | None = None,
-) -> list[Variant]:
-    """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
-
-    Every run uses one thread, so that its bits do not depend on how many run at once.
-    """
-    base = experiment.with_values({"threads": 1}, "compare")
-    found = []
-    for method in methods or ("",):
-        of_method = base.with_values({"method": method}, "compare") if method else base
-        for values in itertools.product(*(grid or {}).values()):
-            setting = dict(zip(grid or {}, values, strict=True))
-            chosen = of_method.with_values(setting, "compare")
-            name = settle(chosen)["method"]["name"]
-            label = " ".join([Path(name.partition(":")[0]).stem, *(f"{k}={v}" for k, v in setting.items())])
-            folder = out / label.replace("/", "-").replace(" ", "_")
-            found += [seeded(label, chosen, seed, folder) for seed in seeds or [settle(chosen)["seed"]]]
-    if len({v.folder for v in found}) != len(found):
-        raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
-    return found
-
-
-def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
-    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run."""
-    with_seed = replace(experiment, seed=seed)
-    return Variant(label, settle(with_seed)["seed"], with_seed, folder / f"seed{seed}")
-
-
-def with_starts(runs: Sequence[Variant]) -> list[Variant]:
-    """The runs, each behind the one that it starts from; a start that several share is there once."""
-    found: dict[Path, Variant] = {}
-    for run in runs:
-        for one in (run.after, run):
-            if one is not None:
-                found.setdefault(one.folder, one)
-    return list(found.values())
-
-
-def new_folder(name: str) -> Path:
-    """A folder under ``runs/`` that is not there yet."""
-    return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
-
-
-def rounds_of(variant: Variant) -> int:
-    """How many rounds a run has."""
-    return int(settle(variant.experiment)["rounds"])
-
-
 def jobs_that_fit() -> int:
     """How many runs to do at once: one a core, as far as memory goes."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -131,9 +67,9 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     fails does not stop the others. The first Ctrl-C lets running stages end and starts nothing new; the second ends at
     once. Raises RunExists for a folder that holds another run.
     """
-    outcomes = [Outcome(v, rounds_of(v)) for v in with_starts(runs)]
+    outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     for outcome in outcomes:
-        _check_folder(outcome.variant)
+        check_folder(outcome.variant)
     waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
@@ -146,7 +82,7 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
-                running[pool.submit(_do, ready.variant, workers)] = ready
+                running[pool.submit(_do, ready.variant.experiment, ready.variant.folder, workers)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -168,11 +104,11 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
     return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
 
-def _do(variant: Variant, workers: str) -> Answer:
+def _do(experiment: Experiment, folder: Path, workers: str) -> Answer:
     """Carry out one run, or go on with it."""
     from fedstill.experiment.running import runner
 
-    if (variant.folder / "summary.json").is_file():
+    if (folder / "summary.json").is_file():
         return 0, ""
     os.environ[WORKERS] = workers
     watch = StopsWhenAsked()
@@ -180,10 +116,10 @@ def _do(variant: Variant, workers: str) -> Answer:
     signal.signal(signal.SIGTERM, watch.ask)
     try:
         with watch.working:
-            if (variant.folder / "config.toml").is_file():
-                runner.resume(variant.folder, watch=watch)
+            if (folder / "config.toml").is_file():
+                runner.resume(folder, watch=watch)
             else:
-                runner.run(variant.experiment, variant.folder, watch=watch)
+                runner.run(experiment, folder, watch=watch)
     except Exception as error:
         return _answer(error)
     return 0, ""
@@ -206,16 +142,17 @@ def _finish(outcome: Outcome, future: Future[Answer]) -> None:
     outcome.state = "failed" if outcome.exit_code else "finished"
 
 
-def _check_folder(variant: Variant) -> None:
+def check_folder(variant: Variant) -> None:
+    """Raise RunExists for a folder that holds a run of other settings than a variant's."""
     from fedstill.experiment.running.runner import settings_of
 
+    wanted = variant.settings
     there = (variant.folder / "config.toml").is_file()
-    wanted = settle(variant.experiment)
     if there and _defining(settings_of(variant.folder), wanted) != _defining(wanted, wanted):
         raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
     """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
-    same = settings["engine"] in SAME_BITS or wanted["engine"] == "auto"
+    same = settings.engine in SAME_BITS or wanted.engine == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree

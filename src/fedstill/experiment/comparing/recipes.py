@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.comparing.compare import Variant, seeded
+from fedstill.experiment.comparing.variants import Variant, seeded
 from fedstill.experiment.config.experiment import from_tree
 
 TOP = {"paper", "common", "columns", "rows", "published"}

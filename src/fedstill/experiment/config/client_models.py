@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.checking import checked, shown
-from fedstill.experiment.config.experiment import fields_of
+from fedstill.experiment.config.named import fields_of
+from fedstill.fields import checked, shown
 
 KEY = "clients.models"
 IDS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")

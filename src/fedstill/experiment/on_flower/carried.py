@@ -14,11 +14,11 @@ from fedstill.engines.flower.engine import FlowerEngine
 from fedstill.engines.flower.fleet import Clock, Fleet, Patience
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.engines.flower.requests import Request
+from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
-from fedstill.experiment.config.experiment import as_toml
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, Ready, Site, code_in
+from fedstill.experiment.on_flower.site import Clerk, Site, code_in
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
 
@@ -35,13 +35,13 @@ def engine_of(
     ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``: a Flower grid whose
     nodes are the clients; without one they work in this process, over a loopback grid.
     """
-    settings, here = prepared.settings, prepared.engine(folder / "memory")
-    if settings["engine"] != "flower":
+    settings, here = prepared.settings, prepared.engine(Memory(folder / "memory"))
+    if settings.engine != "flower":
         return here
     if grid is None:
         grid = LoopbackGrid(trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients))
     clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
-    config = as_toml(settings.tree)
+    config = settings.toml
     sha = digest(config.encode())
 
     def request(**rest: Any) -> Request:
@@ -53,8 +53,8 @@ def engine_of(
 
 def patience(settings: Settings) -> Patience:
     """How long to wait for clients, as ``[flower]`` says it."""
-    said = settings["flower"]
-    return Patience(**{k: said[k] for k in ("deadline", "ttl", "retries", "poll")}, max_bytes=said["max_mb"] << 20)
+    said = settings.flower
+    return Patience(said.deadline, said.ttl, said.retries, said.poll, max_bytes=said.max_mb << 20)
 
 
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
@@ -62,10 +62,10 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
 
     They are the server's own user's, so what its configuration names they import.
     """
-    imports, ready = tuple(code_in(settings.tree)), dict[str, Ready]()
+    imports, ready = tuple(code_in(settings.tree)), dict[str, Prepared]()
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])
         return client, Clerk(Site(client, folder, imports=imports), dataset, ready)
 
-    return client_app(clerk_of, settings["flower"]["max_mb"] << 20)
+    return client_app(clerk_of, settings.flower.max_mb << 20)

@@ -57,7 +57,7 @@ class Facts:
 
     def inputs(self, settings: Settings) -> Inputs:
         """How images become inputs, the same at every site."""
-        return Inputs(self.mean, self.std, tuple(settings["data"]["augment"]))
+        return Inputs(self.mean, self.std, tuple(settings.data.augment))
 
 
 def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:

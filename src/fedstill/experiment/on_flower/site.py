@@ -14,35 +14,24 @@ from filelock import FileLock
 import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import load
-from fedstill.data.views import SimulatedSites
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Answer, Request
 from fedstill.engines.memory import Memory
-from fedstill.engines.passes import ModelPasses
-from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError, FedstillError, Refused
-from fedstill.experiment.config.checking import Fields, checked, on_one_line
+from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
 from fedstill.experiment.config.client_models import words
-from fedstill.experiment.config.experiment import NAMED, as_toml, from_tree
-from fedstill.experiment.config.settings import Settings, settle
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
-from fedstill.experiment.preparing.prepared import asked, label_counts, prepare, world_of
-from fedstill.experiment.preparing.run_world import Federation
-from fedstill.fields import CountOrZero
+from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
+from fedstill.experiment.preparing.run_world import world_of
+from fedstill.experiment.preparing.split import label_counts, queries_of
+from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
 from fedstill.method import acting, census_stage
 from fedstill.records import Examples
 from fedstill.work import Census, ClientWork
-
-SITE: Fields = {
-    "client": (CountOrZero, ...),
-    "memory": (str, ...),
-    "data": (str, ""),
-    "public": (str, ""),
-    "accept": (tuple[str, ...], ()),
-    "imports": (tuple[str, ...], ()),
-}
-"""The keys of a ``site.toml``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +44,7 @@ class Site:
     ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     """
 
-    client: int
+    client: CountOrZero
     memory: Path
     data: str = ""
     public: str = ""
@@ -71,21 +60,11 @@ def load_site(path: Path) -> Site:
         raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    values = checked(SITE, tree, path.name)
+    values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
     for key in ("data", "public"):
         place = path.parent / Path(values[key]).expanduser()
         values[key] = str(place.resolve()) if values[key] and place.is_dir() else values[key]
     return Site(**{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()})
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A configuration that this site has accepted, and the data it applies to."""
-
-    settings: Settings
-    world: Federation
-    sites: SimulatedSites
-    measured: frozenset[int]
 
 
 @dataclass
@@ -97,7 +76,7 @@ class Clerk:
 
     site: Site
     dataset: Dataset | None = None
-    ready: dict[str, Ready] = field(default_factory=dict)
+    ready: dict[str, Prepared] = field(default_factory=dict)
 
     def __call__(self, request: Request) -> Answer:
         """The answer; whatever goes wrong is an answer too, with the reason in one line."""
@@ -119,32 +98,30 @@ class Clerk:
         with FileLock(desk.place / ".lock"):
             return desk.kept(request) or self._work(ready, request, desk)
 
-    def _work(self, ready: Ready, request: Request, desk: Desk) -> Answer:
+    def _work(self, ready: Prepared, request: Request, desk: Desk) -> Answer:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
-        how = (settings.many_threads, ready.measured, settings["precision"])
-        more = {"measures": settings["measure"], "privacy": settings.privacy}
-        engine = SerialEngine(ready.world, ready.sites, memory, *how, **more)
-        (reply,) = engine.run(work, stage, {client: request.down}, settings["seed"])
+        engine = ready.engine(memory, serial=True, measured=not settings.on_sites, reuse=False)
+        (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return Answer(client, stage.round, stage.index, failure=reply.failure)
         answer = Answer(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
 
-    def _named_work(self, ready: Ready, request: Request) -> ClientWork:
+    def _named_work(self, ready: Prepared, request: Request) -> ClientWork:
         stage, method = request.stage, ready.settings.method
         if request.client not in stage.clients:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
         if stage == census_stage(ready.world):
             if "label_counts" not in method.requires():
-                raise Refused(f"method {ready.settings['method']['name']} needs no label counts, so they stay here")
+                raise Refused(f"method {ready.settings.named.method.name} needs no label counts, so they stay here")
             return Census()
         if stage not in ready.settings.topology(stage.round, ready.world):
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
         return acting(method, stage).work(stage)
 
-    def _ready(self, request: Request) -> Ready:
+    def _ready(self, request: Request) -> Prepared:
         key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
         self._check(request)
         if key not in self.ready:
@@ -173,43 +150,28 @@ class Clerk:
             if name not in self.site.imports:
                 raise Refused(f"the configuration names code, {name!r}, that this site does not list under imports")
         settings = settle(from_tree(tree, {}, None))
-        if as_toml(settings.tree) != request.config:
+        if settings.toml != request.config:
             raise Refused("the configuration resolves to other values at this site: install the same versions")
         return settings
 
-    def _prepare(self, settings: Settings, facts: Facts) -> Ready:
+    def _prepare(self, settings: Settings, facts: Facts) -> Prepared:
         if settings.on_sites:
             return self._on_own_data(settings, facts)
         if self.site.data:
             raise Refused("this site trains on its own data only: set flower.data = 'sites'")
-        prepared = prepare(settings, self.dataset)
-        return Ready(settings, prepared.world, prepared.sites, prepared.measured)
+        return prepare(settings, self.dataset)
 
-    def _on_own_data(self, settings: Settings, facts: Facts) -> Ready:
+    def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
         if not self.site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
         own = load(self.site.data)
         train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
         public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
-        world = replace(world, queries=asked(settings, label_counts(train.labels, (), len(facts.classes))))
-        inputs = facts.inputs(settings)
-        device = settings["device"]
-        sites = SimulatedSites(
-            train=train.to(device),
-            parts={self.site.client: torch.arange(len(train))},
-            classes=len(facts.classes),
-            model=world.model,
-            passes=lambda spec: ModelPasses(spec, inputs),
-            inputs=inputs,
-            plans=dict(settings.plans),
-            seed=settings["seed"],
-            public=public and public.to(device),
-            queries=world.queries,
-            labelled=settings.method.labelled,
-            own_test=test.to(device),
-        )
-        return Ready(settings, world, sites, frozenset())
+        world = replace(world, queries=queries_of(settings, label_counts(train.labels, (), len(facts.classes))))
+        parts = {self.site.client: torch.arange(len(train))}
+        sites = sites_of(settings, world, facts.inputs(settings), train, parts, public=public, own_test=test)
+        return Prepared(settings, own, world, sites)
 
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,6 @@ from fedstill.deploy import programs
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.folder import load as load_federation
 from fedstill.errors import DeployFailed
-from fedstill.experiment.config.experiment import as_toml
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
@@ -27,9 +26,9 @@ LOOK, ASK, START = 1.0, 60.0, 180.0
 
 def elsewhere(settings: Settings) -> str:
     """Who does a run that is not done in this process: a federation's server, or Ray; empty: this process does."""
-    if settings["engine"] != "flower":
+    if settings.engine != "flower":
         return ""
-    return "federation" if settings["flower"]["federation"] else settings["flower"]["grid"].replace("loopback", "")
+    return "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
 
 
 def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:
@@ -38,8 +37,8 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
     The directory must be seen from here too: this is the operator's command on the server's machine. Raises
     DeployFailed with the reason if the server does not take the run, or it fails there.
     """
-    federation = load_federation(Path(settings["flower"]["federation"]))
-    config = as_toml(settings.tree)
+    federation = load_federation(Path(settings.flower.federation))
+    config = settings.toml
     values = {"config": "" if resume else config, "out": str(folder.resolve()), "resume": resume}
     path = federation.server / f"submit-{digest(str(folder.resolve()).encode())[:12]}.toml"
     path.write_text(tomli_w.dumps(values))
@@ -47,7 +46,7 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
         answer = _when_it_listens(federation, "run", str(federation.app), programs.LINK, "--run-config", str(path))
     finally:
         remove(path)
-    return _follow(federation, str(answer["run-id"]), settings["rounds"], folder, watch)
+    return _follow(federation, str(answer["run-id"]), settings.rounds, folder, watch)
 
 
 def _when_it_listens(federation: Federation, *arguments: str) -> Any:

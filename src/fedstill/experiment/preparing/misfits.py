@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from fedstill.data.views import SimulatedSites
-from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
-from fedstill.experiment.config.checking import on_one_line
+from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import Setting, check_fit, measures
-from fedstill.experiment.preparing.run_world import Federation
+from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec
@@ -22,11 +21,11 @@ ASKED_OF_MODELS = {
 """What a method may need of a model: in words, and what would give it."""
 
 
-def refuse_misfits(settings: Settings, world: Federation, sites: SimulatedSites) -> None:
+def refuse_misfits(settings: Settings, world: RunWorld, sites: SimulatedSites) -> None:
     """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would mend it."""
     method = settings.method
-    name, kind = settings["method"]["name"], settings["topology"]["kind"]
-    schedule = [*settings.topology(1, world), *settings.topology(settings["rounds"], world)]
+    name, kind = settings.named.method.name, settings.named.topology.name
+    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
     if unknown:
         raise IncompatibleMethod(
@@ -56,7 +55,7 @@ def refuse_misfits(settings: Settings, world: Federation, sites: SimulatedSites)
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested = sites.common_test is not None
     setting = Setting(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
-    check_fit(measures(settings["measure"]), setting)
+    check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 
 
@@ -64,7 +63,7 @@ def _check_public_labels(settings: Settings, sites: SimulatedSites, stages: set[
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {settings['method']['name']} reads the labels of public images, "
+            f"stage {reading[0]!r} of method {settings.named.method.name} reads the labels of public images, "
             'and these have none; leave it out with topology.first = ""'
         )
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.client_models import assigned
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.start_weights import weights
 from fedstill.keys import seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
 
 @dataclass(frozen=True)
-class Federation:
+class RunWorld:
     """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
@@ -41,3 +45,23 @@ class Federation:
         if spec not in self._initial:
             self._initial[spec] = contract.initial(spec, seed_for(self.seed, 0, 0, SERVER, f"initial {spec}"))
         return self._initial[spec]
+
+
+def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int) -> RunWorld:
+    """What every side may know, given an image's shape (channels, height, width), the classes and the public images."""
+    if len(shape) != 3:
+        raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
+    model = settings.named.model
+    server = contract.spec_for(model.name, shape, classes, dict(model.values))
+    networks = assigned(settings.of_clients.models, settings.clients)
+    others = tuple(contract.spec_for(n[0], shape, classes, n[1]) if n else server for n in networks)
+    return RunWorld(
+        settings.clients, classes, settings.rounds, settings.seed, settings.plans, server, others, public=public
+    )
+
+
+def started(settings: Settings, world: RunWorld) -> RunWorld:
+    """The world in which the server's architecture has the parameters that ``start_from`` names, if it names any."""
+    if not settings.start_from:
+        return world
+    return replace(world, _initial={world.server_model: weights(settings.start_from, world.server_model)})

@@ -15,8 +15,8 @@ from fedstill.files import is_leftover
 
 def new_directory(settings: Settings, out: Path | None) -> Path:
     """A directory for a new run; raises RunExists if it holds anything already."""
-    name = settings["method"]["name"].rpartition("/")[2].replace(":", "-")
-    base = Path("runs") / f"{name}-{settings['data']['name'].replace('/', '-')}-seed{settings['seed']}"
+    name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
+    base = Path("runs") / f"{name}-{settings.data.name.replace('/', '-')}-seed{settings.seed}"
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

@@ -69,13 +69,13 @@ def summary_of(
     accuracies = [e["accuracy"] for e in history]
     seen = [a for a in accuracies if a is not None]
     return {
-        "method": settings["method"]["name"],
-        "dataset": settings["data"]["name"],
-        "partition": settings["partition"]["kind"],
-        "topology": settings["topology"]["kind"],
+        "method": settings.named.method.name,
+        "dataset": settings.data.name,
+        "partition": settings.named.partition.name,
+        "topology": settings.named.topology.name,
         "clients": settings.clients,
-        "rounds": settings["rounds"],
-        "seed": settings["seed"],
+        "rounds": settings.rounds,
+        "seed": settings.seed,
         "accuracy": accuracies[-1],
         "best_accuracy": max(seen, default=None),
         "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
-from fedstill.errors import FedstillError
-from fedstill.experiment.config.checking import on_one_line
+from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
@@ -49,9 +48,9 @@ class Measuring:
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
-        self.measures = measures(settings["measure"])
+        self.measures = measures(settings.measure)
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
-        self.rounds = measured_rounds(settings["rounds"], settings["measure_every"])
+        self.rounds = measured_rounds(settings.rounds, settings.measure_every)
 
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""
@@ -110,7 +109,7 @@ class Measuring:
         room = self._room()
         if room is None or seen.stage.round not in self.rounds:
             return
-        torch.set_num_threads(self.prepared.settings.many_threads[1])
+        torch.set_num_threads(self.prepared.settings.threads[1])
         if seen.stage.alone and seen.replies:
             seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}

@@ -19,8 +19,9 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.config.client_models import words
-from fedstill.experiment.config.experiment import Experiment, as_toml, from_tree
-from fedstill.experiment.config.settings import Settings, settle
+from fedstill.experiment.config.experiment import Experiment, from_tree
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of
 from fedstill.experiment.on_flower.simulated import simulate
@@ -98,7 +99,7 @@ def run(
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
-        write_whole(folder / "config.toml", as_toml(prepared.settings.tree).encode())
+        write_whole(folder / "config.toml", prepared.settings.toml.encode())
         with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
             return driver.go()
 
@@ -199,7 +200,7 @@ class _Driver:
         self.engine.close()
 
     def _rounds(self, state: State) -> Result:
-        last = self.settings["rounds"]
+        last = self.settings.rounds
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
@@ -234,13 +235,13 @@ class _Driver:
         self.before = state
         self._save(state)
         self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
-        self.watch.stage(stage.round, self.settings["rounds"], stage.index, len(self.stages))
+        self.watch.stage(stage.round, self.settings.rounds, stage.index, len(self.stages))
         if self.watch.stop():
             raise Interrupted(str(self.folder))
 
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)
-        ends_run = ends_round and stage.round == self.settings["rounds"]
+        ends_run = ends_round and stage.round == self.settings.rounds
         return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
@@ -248,7 +249,7 @@ class _Driver:
         self.engine.memory.prune(named)
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
-        torch.set_num_threads(self.settings.many_threads[1])
+        torch.set_num_threads(self.settings.threads[1])
         return self.method.predictors(state, self.world)
 
     def _identity(self) -> str:
