@@ -24,6 +24,7 @@ import torch
 
 import toys
 from fedstill import registry
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.running import runner
 from fedstill.work import Census
 
@@ -67,7 +68,7 @@ class Helper:
         self._process.communicate()
 
 
-class Faults(runner.Quiet):
+class Faults(Quiet):
     """Counts calls by kind, and kills this process at one of them."""
 
     def __init__(self, fault: Any) -> None:

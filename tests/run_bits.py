@@ -11,9 +11,10 @@ import pytest
 
 import toys
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.progress import Interrupted, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.running.runner import Interrupted, Quiet, run
+from fedstill.experiment.running.runner import run
 from fedstill.files import digest
 
 Whole = Callable[[str], dict[str, Any]]

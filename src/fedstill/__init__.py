@@ -9,7 +9,9 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fedstill.version import VERSION
+
+__version__ = VERSION
 
 # torch's threads (GNU OpenMP) wait for each other awake, for milliseconds, and beside other work nothing is slower.
 # They shall fall asleep soon. torch reads this when it is imported; benchmarks/waiting.py shows what it is worth.

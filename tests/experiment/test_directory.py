@@ -14,7 +14,8 @@ import pytest
 import toys
 from fedstill.errors import ConfigError, CorruptFile, RunBusy, RunExists
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.running.runner import Interrupted, resume, run
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 

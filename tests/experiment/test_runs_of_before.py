@@ -1,7 +1,7 @@
 """Runs that an earlier version began: their config.toml resolves to its own bytes, and they go on to their end.
 
-``begun_before/`` was written by version 0.1.0 before ``experiment/`` had folders: a run of each topology, stopped on the
-way, and resolved configs of every method, partition and model (one JSON object a line).
+``begun_before/`` was written by version 0.1.0, before ``experiment/`` had folders: a run of each topology, stopped on
+the way, and resolved configs of every method, partition and model (one JSON object a line).
 """
 
 from __future__ import annotations

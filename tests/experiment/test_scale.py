@@ -15,8 +15,9 @@ import torch
 
 import toys
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory.journal import read
-from fedstill.experiment.running.runner import Quiet, run
+from fedstill.experiment.running.runner import run
 
 SAMPLED = 100
 

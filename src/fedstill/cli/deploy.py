@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-import fedstill
 from fedstill.cli.app import app
+from fedstill.version import VERSION
 
 deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
 app.command(deploy)
@@ -33,7 +33,7 @@ def init(
     """
     from fedstill.deploy import folder
 
-    made = folder.init(directory, clients, host, listen, port, fedstill.__version__)
+    made = folder.init(directory, clients, host, listen, port, VERSION)
     name = str(directory)
     print(f"{name}: the federation of {clients} clients. Keep {name}/ca.key off every other machine. Then:")
     print(f"  fedstill deploy server {name}")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import fedstill
 from fedstill.cli.app import Quiet, Settings, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
+    from fedstill.experiment.run_directory.result import Result
 
 DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
@@ -39,6 +39,7 @@ def run(
     """
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
+    from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
@@ -49,7 +50,7 @@ def run(
     with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.run(experiment, out, watch=bar)
-        except runner.Interrupted as stopped:
+        except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
 
@@ -63,6 +64,7 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     directory: The run's directory.
     quiet: No progress bar.
     """
+    from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
@@ -70,7 +72,7 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.resume(directory, watch=bar)
-        except runner.Interrupted as stopped:
+        except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
 
@@ -149,9 +151,9 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
             screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
 
 
-def _show(result: fedstill.Result) -> int:
+def _show(result: Result) -> int:
     from fedstill.report import terminal
-    from fedstill.report.summary import MEASURES
+    from fedstill.report.numbers import COLUMNS
 
     s = result.summary
     rows = [
@@ -159,7 +161,7 @@ def _show(result: fedstill.Result) -> int:
         ("accuracy, best round", terminal.percent(s["best_accuracy"])),
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
         ("forgetting", terminal.percent(s["forgetting"])),
-        *((m.title, terminal.percent(s[m.key])) for m in MEASURES if m.key.startswith("query_") and m.key in s),
+        *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),

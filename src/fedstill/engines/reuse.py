@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-import fedstill
 from fedstill import registry
 from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, make_folder, write_whole
@@ -135,7 +134,7 @@ def _source(thing: Any) -> str:
 @functools.cache
 def _library() -> str:
     """The SHA-256 of the library's source."""
-    root = Path(fedstill.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(p for p in root.rglob("*.py"))
     return digest("".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode())
 

@@ -5,7 +5,7 @@ Accuracies are in [0, 1]; a class without a test example is NaN and is left out 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -93,6 +93,20 @@ def uniform_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Itera
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
     return weighted_mean(accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64))
+
+
+def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
+    """What papers print when they don't print the last round's: the best round's accuracy, the last ten rounds' mean.
+
+    accuracies: one a round, in order; None for a round without is left out. None where nothing is left.
+
+    >>> best_and_recent([0.5, None, 0.7, 0.6])["best_accuracy"]
+    0.7
+    """
+    seen = [a for a in accuracies if a is not None]
+    recent = seen[-10:]
+    mean = sum(recent) / len(recent) if recent else None
+    return {"best_accuracy": max(seen, default=None), "mean_accuracy_last_10": mean}
 
 
 def _accuracy_and_shares(class_accuracy: Numbers, proportions: Numbers) -> tuple[Values, Values]:

@@ -8,7 +8,8 @@ from typing import Any
 from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, section, sentence, table
-from fedstill.report.summary import NONE, spread
+from fedstill.report.numbers import spread
+from fedstill.report.summary import NONE
 
 KINDS = {"private": "its own held-out examples", "public": "the public images"}
 MOST = 40

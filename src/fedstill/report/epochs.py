@@ -9,7 +9,7 @@ from typing import Any
 from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, Figure, Style, layout, named, rounded
 from fedstill.report.groups import Group
 from fedstill.report.markup import Html, figure, grid, key, section, sentence
-from fedstill.report.summary import spread
+from fedstill.report.numbers import spread
 
 SIDES = {
     "in": ("In-local accuracy", "On classes in the proportions of the client's own data."),

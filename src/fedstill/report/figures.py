@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedstill.report.groups import Group
+from fedstill.report.numbers import Spread
 from fedstill.report.series import Series, elapsed, over_seeds
-from fedstill.report.summary import Spread
 
 Figure = dict[str, Any]
 

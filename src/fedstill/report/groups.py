@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fedstill.report import runs as found
+from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run
-from fedstill.report.summary import Spread, measures, spread
 
 UNSET = "–"
 
@@ -58,8 +58,8 @@ class Group:
         return next((r.classes for r in self.runs if r.classes), [])
 
     def values(self, key: str) -> list[float]:
-        """A measure of each run that has it; ``key`` as in ``summary.MEASURES``."""
-        every = [measures(r).get(key) for r in self.started]
+        """A measure of each run that has it; ``key`` as in ``numbers.COLUMNS``."""
+        every = [reported(r).get(key) for r in self.started]
         return [v for v in every if v is not None]
 
     def mean_spread(self, key: str) -> Spread | None:

@@ -11,12 +11,13 @@ from rich.text import Text
 
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
+from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import read
-from fedstill.report.summary import MEASURES, NONE, Spread, spread
+from fedstill.report.summary import NONE
 from fedstill.report.terminal import table
 from fedstill.report.terminal import tables as parts
 
-TITLES = {m.key: m.title for m in MEASURES} | {
+TITLES = {m.key: m.title for m in COLUMNS} | {
     "accuracy": "accuracy",
     "forgetting": "F",
     "query_average_accuracy": "average",

@@ -25,7 +25,8 @@ from fedstill.report.markup import (
     table,
 )
 from fedstill.report.measured import seconds as seconds_of
-from fedstill.report.summary import NONE, Measure, Row, columns, rows
+from fedstill.report.numbers import Column
+from fedstill.report.summary import NONE, Row, columns, rows
 
 MOST_REASONS = 12
 
@@ -181,7 +182,7 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
 
 
-def _cell(row: Row, measure: Measure) -> Cell:
+def _cell(row: Row, measure: Column) -> Cell:
     mean, sign, std = row.text(measure).partition(" ± ")
     return Html(f"{escape(mean)}<small> ± {escape(std)}</small>") if sign else mean
 

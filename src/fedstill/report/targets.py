@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from fedstill.report.figures import Style, over
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, key, labelled, section, sentence, table
+from fedstill.report.numbers import spread
 from fedstill.report.runs import Run
 from fedstill.report.series import over_seeds, trained
-from fedstill.report.summary import NONE, spread
+from fedstill.report.summary import NONE
 
 STEP, MOST = 0.05, 5
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.report.groups import Group
-from fedstill.report.summary import MEASURES
+from fedstill.report.numbers import COLUMNS
 
 SHADES = " ░▒▓█"
 
@@ -106,12 +106,12 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 
 
 def results(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
-    asked = [m for m in MEASURES if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
+    asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
     shown = [
-        *([] if asked else [m for m in MEASURES if m.key in usual]),
+        *([] if asked else [m for m in COLUMNS if m.key in usual]),
         *asked,
-        *(m for m in MEASURES if m.key == "seconds"),
+        *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []
     for group in compared:

@@ -126,7 +126,7 @@ def _do(experiment: Experiment, folder: Path, workers: str) -> Answer:
 
 
 def _answer(error: BaseException) -> Answer:
-    from fedstill.experiment.running.runner import Interrupted
+    from fedstill.experiment.progress import Interrupted
 
     if isinstance(error, Interrupted):
         return 1, "stopped; the same command goes on with it"

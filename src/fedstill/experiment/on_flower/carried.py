@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.app import Does, client_app
 from fedstill.engines.flower.engine import FlowerEngine
@@ -21,6 +20,7 @@ from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site import Clerk, Site, code_in
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
+from fedstill.version import VERSION
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -45,7 +45,7 @@ def engine_of(
     sha = digest(config.encode())
 
     def request(**rest: Any) -> Request:
-        return Request(fedstill.__version__, config, sha, run(), **rest)
+        return Request(VERSION, config, sha, run(), **rest)
 
     facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
     return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts=facts)

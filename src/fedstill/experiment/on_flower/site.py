@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import load
 from fedstill.engines.flower.desk import Desk
@@ -31,6 +30,7 @@ from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
 from fedstill.method import acting, census_stage
 from fedstill.records import Examples
+from fedstill.version import VERSION
 from fedstill.work import Census, ClientWork
 
 
@@ -129,10 +129,8 @@ class Clerk:
         return self.ready[key]
 
     def _check(self, request: Request) -> None:
-        if request.version != fedstill.__version__:
-            raise Refused(
-                f"the server runs fedstill {request.version[:40]}, this site {fedstill.__version__}: install the same"
-            )
+        if request.version != VERSION:
+            raise Refused(f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install the same")
         if digest(request.config.encode()) != request.sha:
             raise Refused("the configuration is not the one that its SHA-256 names")
         if self.site.accept and request.sha not in self.site.accept:

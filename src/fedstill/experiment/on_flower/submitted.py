@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
@@ -13,12 +13,10 @@ from fedstill.deploy.folder import Federation
 from fedstill.deploy.folder import load as load_federation
 from fedstill.errors import DeployFailed
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.progress import Progress
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
 from fedstill.files import digest, remove
-
-if TYPE_CHECKING:
-    from fedstill.experiment.running.runner import Progress
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""

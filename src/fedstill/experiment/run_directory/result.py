@@ -16,6 +16,7 @@ from fedstill.errors import CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.files import write_whole
+from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import MEASURES
 from fedstill.records import State
 
@@ -67,7 +68,6 @@ def summary_of(
     measures: seconds of each measure in all rounds.
     """
     accuracies = [e["accuracy"] for e in history]
-    seen = [a for a in accuracies if a is not None]
     return {
         "method": settings.named.method.name,
         "dataset": settings.data.name,
@@ -77,8 +77,7 @@ def summary_of(
         "rounds": settings.rounds,
         "seed": settings.seed,
         "accuracy": accuracies[-1],
-        "best_accuracy": max(seen, default=None),
-        "mean_accuracy_last_10": sum(seen[-10:]) / len(seen[-10:]) if seen else None,
+        **best_and_recent(accuracies),
         "forgetting": history[-1]["forgetting"],
         **{k: history[-1][k] for k in (*QUERIED, *OF_LAST) if k in history[-1]},
         "bytes_up": sum(e["bytes_up"] for e in history),

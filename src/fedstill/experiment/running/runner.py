@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-import fedstill
 from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
@@ -28,6 +27,7 @@ from fedstill.experiment.on_flower.simulated import simulate
 from fedstill.experiment.on_flower.submitted import elsewhere, submit
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.start_weights import seal
+from fedstill.experiment.progress import Interrupted, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
@@ -36,41 +36,11 @@ from fedstill.experiment.running.measuring import Measuring
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.version import VERSION
 from fedstill.wire.screen import Refusal
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
-
-
-class Progress(Protocol):
-    """Who watches a run: called after every stage and every round; may ask it to stop."""
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """A stage is done."""
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """A round is done and measured."""
-
-    def stop(self) -> bool:
-        """Whether to end after this stage."""
-
-
-class Quiet:
-    """Nobody watches."""
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Nothing."""
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Nothing."""
-
-    def stop(self) -> bool:
-        """Never."""
-        return False
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and has: its checkpoint is written."""
 
 
 def run(
@@ -259,7 +229,7 @@ class _Driver:
 
     def _versions(self) -> dict[str, Any]:
         return {
-            "fedstill": fedstill.__version__,
+            "fedstill": VERSION,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "sources": self._sources(),
