@@ -46,7 +46,7 @@ def test_by_default_ten_or_all() -> None:
 
 def test_parallel_is_one_stage_in_the_order_of_ids() -> None:
     (stage,) = Parallel(sampled=6)(2, Small())
-    assert (stage.name, stage.index, stage.alone) == ("train", 0, False)
+    assert (stage.name, stage.index, stage.hop) == ("train", 0, False)
     assert list(stage.clients) == sorted(stage.clients)
 
 
@@ -66,7 +66,7 @@ def test_parallel_takes_stages_before_after_and_on_the_server() -> None:
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     stages = Sequential(sampled=5)(4, Small())
     assert [s.index for s in stages] == list(range(5))
-    assert all(s.alone and len(s.clients) == 1 for s in stages)
+    assert all(s.hop and len(s.clients) == 1 for s in stages)
     assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
 
 

@@ -90,7 +90,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Alone(Method):
+class OnlyFit(Method):
     """The stage ``fit`` beside a method that has none: what clients reach alone is measured, and not folded."""
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
@@ -106,12 +106,12 @@ class Alone(Method):
         return state
 
 
-ALONE = Alone()
+ONLY_FIT = OnlyFit()
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """Who says what is done in a stage: the method, or ``ALONE`` in the stage ``fit`` of a method that has none."""
-    return ALONE if stage.name == FIT and FIT not in method.stages else method
+    """Who says what is done in a stage: the method, or ``ONLY_FIT`` in the stage ``fit`` of a method that has none."""
+    return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
 
 
 class Engine(Protocol):
@@ -178,13 +178,13 @@ def _run_stage(
     came = engine.run(method.work(stage), stage, downs, world.seed)
     replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)
     done = int(state.extra.get("answered", 0))
-    if downs and not (stage.alone and (replies or done or stage.index + 1 < len(stages))):
+    if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
         _demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
     engine.commit(stage, [r.client for r in replies])
     if replies:
         state = method.fold(state, replies, stage, world)
         _guard(state, stage, replies, world)
-        if stage.alone:
+        if stage.hop:
             state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)
     watch(stage, replies, refused, downs, state)

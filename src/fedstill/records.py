@@ -69,7 +69,7 @@ class Stage:
     name: str
     clients: tuple[int, ...]
     view: Literal["private", "public"] = "private"
-    alone: bool = False  # a link of a chain: one client acts, and a failure is skipped
+    hop: bool = False  # a link of a chain: one client acts, and a failure is skipped
 
 
 @dataclass(frozen=True)

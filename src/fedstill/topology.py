@@ -77,7 +77,7 @@ class Sequential(_Sampled):
     """Sampled clients train one after another, in the order drawn: each goes on from the model of the one before."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        return _numbered([Stage(round, 0, "train", (c,), alone=True) for c in self.drawn(round, world)])
+        return _numbered([Stage(round, 0, "train", (c,), hop=True) for c in self.drawn(round, world)])
 
 
 @register("topology", "public_logits")

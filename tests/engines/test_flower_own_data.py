@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.engines.flower.app import client_app
+from fedstill.engines.flower.client_app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment

@@ -12,8 +12,8 @@ import torch
 
 import fedstill
 import toys
-from fedstill.engines.flower.records import content, header_and_payload
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.messages import content, header_and_payload
+from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
@@ -237,15 +237,17 @@ def test_requests_and_answers_survive_the_wire() -> None:
     back = Request.of(*header_and_payload(content(request), 1 << 30))
     assert back.digest() == request.digest()
     assert list(back.down.params) == list(request.down.params)
-    answer = Answer(0, 1, 0, Payload(b=torch.ones(2), a=1.5), 3, {"loss": {"ce": float("nan")}}, ("x.safetensors", "y"))
-    assert Answer.of(*header_and_payload(content(answer), 1 << 30)).header() == answer.header()
+    answer = SiteReply(
+        0, 1, 0, Payload(b=torch.ones(2), a=1.5), 3, {"loss": {"ce": float("nan")}}, ("x.safetensors", "y")
+    )
+    assert SiteReply.of(*header_and_payload(content(answer), 1 << 30)).header() == answer.header()
 
 
 @needs_flower
 def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
-    good = content(Answer(0, 1, 0, Payload(a=1)))
+    good = content(SiteReply(0, 1, 0, Payload(a=1)))
     three = ArrayRecord({"0": Array("uint8", (3,), "x", b"abc")})
     for bad, line in [
         (RecordDict({}), "holds other records"),
@@ -269,18 +271,18 @@ def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
         "[]",
         "{}",
         '{"client": true}',
-        Answer(0, 1, 0).header().replace('"examples": 0', '"examples": -1'),
-        Answer(0, 1, 0, metrics={"label_counts": [1], "correct_by_class": []}).header(),
-        Answer(0, 1, 0, metrics={"refused": "no"}).header(),
-        Answer(0, 1, 0, metrics={"seconds": "long"}).header(),
-        Answer(0, 1, 0, metrics={"mine": [[[[1]]]]}).header(),
-        Answer(0, 1, 0, memory=("../../etc/passwd", "x")).header(),
-        Answer(0, 1, 0, memory=("A b", "x")).header(),
+        SiteReply(0, 1, 0).header().replace('"examples": 0', '"examples": -1'),
+        SiteReply(0, 1, 0, metrics={"label_counts": [1], "correct_by_class": []}).header(),
+        SiteReply(0, 1, 0, metrics={"refused": "no"}).header(),
+        SiteReply(0, 1, 0, metrics={"seconds": "long"}).header(),
+        SiteReply(0, 1, 0, metrics={"mine": [[[[1]]]]}).header(),
+        SiteReply(0, 1, 0, memory=("../../etc/passwd", "x")).header(),
+        SiteReply(0, 1, 0, memory=("A b", "x")).header(),
     ],
 )
 def test_a_malformed_header_is_refused(header: str) -> None:
     with pytest.raises(BadPayload):
-        Answer.of(header, Payload())
+        SiteReply.of(header, Payload())
 
 
 def test_the_run_of_a_request_cannot_be_a_path() -> None:
@@ -296,7 +298,7 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
     versions = []
     for round in range(1, 6):
         asked = replace(request, stage=Stage(round, 0, "train", (0, 1, 2)), memory=versions[0] if versions else None)
-        versions.append(desk.keep(asked, Answer(0, round, 0), Payload(round=round)).memory)
+        versions.append(desk.keep(asked, SiteReply(0, round, 0), Payload(round=round)).memory)
     there = sorted(p.name for p in desk.place.glob("*.safetensors"))
     assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
     assert desk.remembered(versions[0]).number("round") == 1

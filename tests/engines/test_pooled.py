@@ -87,7 +87,7 @@ class Named(ClientWork):
 def test_what_gains_nothing_or_draws_from_one_generator_stays_in_one_thread(ready: Prepared, why: str) -> None:
     if why == "dropout":
         ready = prepare(settle(toys.toy(model="simple_cnn")), toys.blobs_of(8))
-    stage = Stage(1, 0, "train", (3,), alone=True) if why == "one client" else STAGE
+    stage = Stage(1, 0, "train", (3,), hop=True) if why == "one client" else STAGE
     work = Named([])
     engine = pooled(ready, 3)
     engine.light = LIGHT if why == "small" else 0.0

@@ -14,7 +14,7 @@ import torch
 import toys
 from fedstill.data.cache_folder import reuse_bytes
 from fedstill.engines import serial
-from fedstill.engines.reuse import Kept
+from fedstill.engines.reuse import KeptReplies
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read, without_times
@@ -167,7 +167,7 @@ def test_those_not_used_for_longest_make_room(
     used = files[-1]  # the oldest, until it serves again
     size = max(p.stat().st_size for p in files)
     monkeypatch.setenv("FEDSTILL_REUSE_GB", str(3.5 * size / 1e9))
-    kept = Kept(cache, frozenset({"fit"}), reuse_bytes())
+    kept = KeptReplies(cache, frozenset({"fit"}), reuse_bytes())
     assert kept.reply(used.stem, Stage(1, 0, "fit", (0,)), pytest.fail).client >= 0
     made = Reply(9, Payload(params={"w": torch.zeros(1)}), 1)
     assert kept.reply("another", Stage(1, 0, "fit", (9,)), lambda: made) is made

@@ -14,7 +14,7 @@ from torch import Tensor
 import toys
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
-from fedstill.engines.teachers import Teachers
+from fedstill.engines.frozen import FrozenModel, Teachers
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
@@ -22,7 +22,7 @@ from fedstill.models import contract
 
 SPEC = contract.spec_for("digits_cnn", (1, 8, 8), 5)
 IMAGES = torch.randn(610, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-NAMED = {str(i): contract.initial(SPEC, i) for i in range(4)}
+NAMED = {str(i): FrozenModel(SPEC, contract.initial(SPEC, i)) for i in range(4)}
 
 
 def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) ->
 
 def plainly(name: str, x: Tensor) -> Tensor:
     module = contract.build(SPEC).eval()
-    module.load_state_dict(dict(NAMED[name]))
+    module.load_state_dict(dict(NAMED[name].params))
     with torch.no_grad():
         return module(x)  # type: ignore[no-any-return]
 
@@ -41,7 +41,7 @@ def plainly(name: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("still", [True, False])
 @pytest.mark.parametrize("kind", ["logits", "features"])
 def test_outputs_are_those_of_a_plain_forward_pass(still: bool, kind: str) -> None:
-    teachers = Teachers(NAMED, SPEC, IMAGES if still else None, workers=2)
+    teachers = Teachers(NAMED, IMAGES if still else None, workers=2)
     index = torch.tensor([3, 600, 201, 99, 100])
     for name in NAMED:
         asked(teachers, name, kind, IMAGES[index], index)
@@ -57,7 +57,7 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(still: bool) -> None:
     for workers, threads in ((1, 1), (2, 1), (3, 1), (1, 2), (3, 2)):
         torch.set_num_threads(threads)
         x = IMAGES[index].clone()
-        teachers = Teachers(NAMED, SPEC, IMAGES if still else None, workers)
+        teachers = Teachers(NAMED, IMAGES if still else None, workers)
         found.append(
             torch.stack([asked(teachers, n, k, x, index).sum(1) for n in NAMED for k in ("logits", "features")])
         )
@@ -84,7 +84,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_still_inputs_are_passed_once(passes: list[str]) -> None:
-    teachers = Teachers(NAMED, SPEC, IMAGES, workers=1)
+    teachers = Teachers(NAMED, IMAGES, workers=1)
     for start in range(0, 600, 60):
         index = torch.arange(start, start + 60)
         for name in NAMED:
@@ -93,7 +93,7 @@ def test_still_inputs_are_passed_once(passes: list[str]) -> None:
 
 
 def test_moving_inputs_are_passed_once_a_batch_whatever_is_asked(passes: list[str]) -> None:
-    teachers = Teachers(NAMED, SPEC, None, workers=1)
+    teachers = Teachers(NAMED, None, workers=1)
     for start in (0, 60, 120):
         index = torch.arange(start, start + 60)
         x = IMAGES[index]
@@ -151,7 +151,7 @@ def test_a_chain_with_teachers_gives_the_same_bits_on_any_number_of_cores(
 
 
 def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstill.engines import alone
+    from fedstill.engines import lone
 
     seen: list[int] = []
 
@@ -160,7 +160,7 @@ def test_a_stage_of_many_clients_leaves_the_cores_to_them(monkeypatch: pytest.Mo
             super().__init__(*args)
             seen.append(self.workers)
 
-    monkeypatch.setattr(alone, "Teachers", Watched)
+    monkeypatch.setattr(lone, "Teachers", Watched)
     monkeypatch.setenv(WORKERS, "3")
     for kind, expected in (("parallel", {1}), ("sequential", {3})):
         seen.clear()

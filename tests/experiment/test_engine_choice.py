@@ -9,7 +9,7 @@ import pytest
 
 import toys
 from fedstill.engines import cost
-from fedstill.engines.cost import Work, choice, forward_flops
+from fedstill.engines.cost import Work, forward_flops, suited_engine
 from fedstill.experiment.comparing.compare import check_folder
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.settle import settle
@@ -32,15 +32,15 @@ def test_products_are_counted() -> None:
 def test_small_steps_of_many_clients_are_stacked() -> None:
     few = Work(Plan(batch=10), 10, {MLP}, examples=7.0)
     assert few.flops == 3 * 7 * forward_flops(MLP), "a batch is no larger than a client's data"
-    assert choice([few], "cpu")[0] == "vectorised"
-    assert choice([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    assert choice([Work(Plan(batch=10), cost.FEWEST - 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    assert choice([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0] == "pooled"
-    kind, why = choice([few], "cuda")
+    assert suited_engine([few], "cpu")[0] == "vectorised"
+    assert suited_engine([Work(Plan(batch=10), 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert suited_engine([Work(Plan(batch=10), cost.FEWEST - 1, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    assert suited_engine([Work(Plan(validation=0.5, patience=2), 10, {MLP}, 20.0)], "cpu")[0] == "pooled"
+    kind, why = suited_engine([few], "cuda")
     assert kind == "pooled"
     assert "measured" in why
     large = contract.spec_for("cnn", (3, 32, 32), 10, {})
-    kind, why = choice([few, Work(Plan(batch=50), 10, {large}, 500.0)], "cpu")
+    kind, why = suited_engine([few, Work(Plan(batch=50), 10, {large}, 500.0)], "cpu")
     assert kind == "pooled"
     assert "MFLOP" in why
 

@@ -333,7 +333,7 @@ def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> 
 
 def one_by_one(setting: Setting) -> Setting:
     """The same with its clients in a chain."""
-    return replace(setting, schedule=[replace(s, alone=True) for s in setting.schedule])
+    return replace(setting, schedule=[replace(s, hop=True) for s in setting.schedule])
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.data.sources import from_tensors
-from fedstill.engines.alone import How
-from fedstill.engines.vectorised import Member, VectorisedEngine
+from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
@@ -121,9 +120,9 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     engine.most, engine.stack_bytes = most, room
     stage = ready.settings.topology(1, ready.world)[0]
     downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
-    work, how = ready.settings.method.work(stage), How(ready.world.plans["train"], stage, ready.sites.inputs, 7)
-    cohorts = engine._cohorts([Member(engine, work, how, c, downs[c]) for c in stage.clients])
-    assert sorted(m.client for cohort in cohorts for m in cohort) == sorted(stage.clients)
+    work = ready.settings.method.work(stage)
+    cohorts = engine._cohorts(stage.clients, ready.world.plans["train"])
+    assert sorted(client for cohort in cohorts for client in cohort) == sorted(stage.clients)
     assert max(map(len, cohorts)) <= (most if room > 1 else 1)
     got = engine.run(work, stage, downs, 7)
     expected = stacking.ready("fedntd", "serial").engine().run(work, stage, downs, 7)

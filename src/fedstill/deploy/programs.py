@@ -21,7 +21,7 @@ import tomli_w
 
 from fedstill.deploy import certificates
 from fedstill.deploy.folder import Federation, Membership, is_loopback
-from fedstill.engines.flower.records import QUIET, require_flower
+from fedstill.engines.flower.messages import QUIET, require_flower
 from fedstill.errors import ConfigError, DeployFailed
 from fedstill.files import make_folder, write_whole
 

@@ -44,7 +44,7 @@ class Work:
         return max(3 * forward_flops(spec) * batch for spec in self.specs)
 
 
-def choice(stages: Collection[Work], device: str) -> tuple[Literal["pooled", "vectorised"], str]:
+def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["pooled", "vectorised"], str]:
     """The engine for a run with these stages, "pooled" or "vectorised", and in words why."""
     wide = [s for s in stages if s.clients > 1]
     if not wide:

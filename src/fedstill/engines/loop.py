@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.alone import Alone, How, scores_count
+from fedstill.engines.how import How, scores_count
+from fedstill.engines.lone import LoneClient
 from fedstill.engines.optimiser import optimiser
+from fedstill.engines.precision import Precision
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.keys import seed_for
@@ -45,7 +47,7 @@ def train(
     view: View,
     inputs: Inputs,
     seed: int,
-    precision: str = "fp32",
+    precision: Precision = "fp32",
     by_epoch: bool = False,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
@@ -53,22 +55,18 @@ def train(
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
             torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
-        (trained,) = _Training(work, Alone(carry, view, How(plan, stage, inputs, seed, precision, by_epoch))).run()
+        how = How(plan, stage, inputs, seed, precision, by_epoch)
+        (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained
 
 
-def train_stack(
-    work: ClientWork, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]
-) -> list[Trained]:
-    """Train several clients of one structure (``stack.Structures``) at once, up to rounding as ``train`` does each.
-
-    ``hows`` may differ in their seeds only: clients of several runs can train together.
-    """
-    return _Training(work, Stack(carries, views, hows)).run()
+def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
+    """Train several clients of one structure (``Structures``) at once, up to rounding as ``train`` does each."""
+    return _Training(work, Stack(carries, views, how)).run()
 
 
 class _Training:
-    def __init__(self, work: ClientWork, clients: Alone | Stack) -> None:
+    def __init__(self, work: ClientWork, clients: LoneClient | Stack) -> None:
         self.work, self.clients, self.plan = work, clients, clients.how.plan
         spec = clients.view.model
         names = contract.trainable_names(spec)

@@ -12,10 +12,10 @@ from fedstill.keys import resident
 from fedstill.records import Plan
 
 
-def epochs(n: int, plan: Plan, draw: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
+def epoch_batches(n: int, plan: Plan, order: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
     """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
     left = plan.steps
-    for positions in _permutations(n, plan, draw):
+    for positions in _permutations(n, plan, order):
         batches = list(torch.split(resident(positions, device), plan.batch))
         yield batches[:left] if plan.steps else batches
         left -= len(batches)
@@ -28,6 +28,19 @@ class Timetable:
     ``index``: (T, K, B) positions in each client's data, short batches padded with their own first, 0 for a client that
     has finished. ``sizes``: (T, K) real examples, 0 for one that has finished. ``epoch``: (T, K), from 0. ``ends``:
     (T, K), whether a client's epoch ends with the step. ``done``: each client's steps and epochs, when all is done.
+
+    One epoch of 3 and of 5 examples, unshuffled, two at a time: the first client has finished after two steps, the
+    second after three, and the last batch of each has one real example.
+
+    >>> plan, orders = Plan(epochs=1, batch=2, shuffle=False), [torch.Generator(), torch.Generator()]
+    >>> table = Timetable.of([3, 5], plan, orders)
+    >>> for step in range(3):
+    ...     print(table.index[step].tolist(), table.sizes[step].tolist(), table.ends[step].tolist())
+    [[0, 1], [0, 1]] [2, 2] [False, False]
+    [[2, 2], [2, 3]] [1, 2] [True, False]
+    [[0, 0], [4, 4]] [0, 1] [False, True]
+    >>> table.done
+    ((2, 1), (3, 1))
     """
 
     index: Tensor
@@ -37,31 +50,49 @@ class Timetable:
     done: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, sizes: Sequence[int], plan: Plan, draws: Sequence[torch.Generator]) -> Timetable:
-        """The table of clients with so many examples each, from 1, and their generators."""
-        orders = torch.cat([p for n, draw in zip(sizes, draws, strict=True) for p in _permutations(n, plan, draw)])
-        n, batch = torch.tensor(sizes), plan.batch
-        in_epoch = -(-n // batch)
-        steps = torch.full_like(n, plan.steps) if plan.steps else plan.epochs * in_epoch
-        t = torch.arange(int(steps.max())).unsqueeze(1)
+    def of(cls, sizes: Sequence[int], plan: Plan, orders: Sequence[torch.Generator]) -> Timetable:
+        """The table of clients with so many examples each, from 1, and the generators of their orders."""
+        n = torch.tensor(sizes)
+        batches = -(-n // plan.batch)  # in a whole epoch
+        steps = torch.full_like(n, plan.steps) if plan.steps else plan.epochs * batches
+        epochs = -(-steps // batches)  # the last one may be cut short by plan.steps
+        t = torch.arange(int(steps.max())).unsqueeze(1)  # (T, 1), against K clients
         running = t < steps
-        epoch = (t // in_epoch) * running
-        first = (t % in_epoch) * batch  # where in its epoch's order a batch begins
-        real = (n - first).clamp(max=batch) * running
-        epochs_of = -(-steps // in_epoch)
-        before = (epochs_of * n).cumsum(0) - epochs_of * n  # in the orders of all, one client's after the other's
-        start = (before + epoch * n + first) * running
-        within = torch.arange(int(real.max()))
-        at = start.unsqueeze(2) + within * (within < real.unsqueeze(2))
-        index = orders[at] * running.unsqueeze(2)
-        ends = running & ((first + batch >= n) | (t + 1 == steps))
-        done = zip(steps.tolist(), epochs_of.tolist(), strict=True)
-        return cls(index, real, epoch, ends, tuple(done))
+        last = t % batches + 1 == batches  # the epoch's last batch: the only one that may be short
+        real = torch.where(last, n - (batches - 1) * plan.batch, plan.batch) * running
+        own = [_positions(size, plan, order) for size, order in zip(sizes, orders, strict=True)]
+        return cls(
+            index=_side_by_side(own, steps=len(t)),
+            sizes=real,
+            epoch=t // batches * running,
+            ends=running & (last | (t + 1 == steps)),
+            done=tuple(zip(steps.tolist(), epochs.tolist(), strict=True)),
+        )
 
 
-def _permutations(n: int, plan: Plan, draw: torch.Generator) -> Iterator[Tensor]:
+def _positions(n: int, plan: Plan, order: torch.Generator) -> Tensor:
+    """One client's batches (its steps, its widest batch), each short one padded with its own first position."""
+    orders = torch.stack(list(_permutations(n, plan, order)))  # (epochs, n)
+    width = min(plan.batch, n)
+    missing = -n % width
+    begins = n + missing - width  # where the last batch of an epoch does
+    padded = torch.cat([orders, orders[:, begins : begins + 1].expand(-1, missing)], dim=1)
+    batches = padded.view(-1, width)  # an epoch is whole batches now, so they may be counted through all epochs
+    return batches[: plan.steps] if plan.steps else batches
+
+
+def _side_by_side(own: Sequence[Tensor], steps: int) -> Tensor:
+    """The batches of all clients (steps, K, the widest batch of all), narrower ones padded with their own first."""
+    index = torch.zeros(steps, len(own), max(batches.shape[1] for batches in own), dtype=torch.int64)
+    for k, batches in enumerate(own):
+        index[: len(batches), k] = batches[:, :1]
+        index[: len(batches), k, : batches.shape[1]] = batches
+    return index
+
+
+def _permutations(n: int, plan: Plan, order: torch.Generator) -> Iterator[Tensor]:
     """Each epoch's order of n examples; of none there are no epochs."""
     if n == 0:
         return
     for _ in range(plan.epochs if not plan.steps else -(-plan.steps // -(-n // plan.batch))):
-        yield torch.randperm(n, generator=draw) if plan.shuffle else torch.arange(n)
+        yield torch.randperm(n, generator=order) if plan.shuffle else torch.arange(n)

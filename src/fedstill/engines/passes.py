@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import SHARD, Inputs, layout
-from fedstill.engines.precision import lowered
+from fedstill.engines.precision import Precision, lowered
 from fedstill.keys import generator
 from fedstill.models import contract
 from fedstill.records import Examples, ModelSpec, Tensors
@@ -29,7 +29,7 @@ class ModelPasses:
 
     model: ModelSpec
     inputs: Inputs
-    precision: str = "fp32"
+    precision: Precision = "fp32"
 
     def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in the order of the examples, of this architecture or of another."""

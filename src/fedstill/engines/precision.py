@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def check_precision(precision: str, device: str) -> None:
+def check_precision(precision: Precision, device: str) -> None:
     """Raise ConfigError for a precision that this device does not have, or only imitates."""
     if precision == "tf32" and device != "cuda":
         raise ConfigError("precision = 'tf32' is a CUDA device's; on the CPU set precision = 'fp32' or 'bf16'")
@@ -38,7 +38,7 @@ def has_bfloat16(device: str) -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported())
 
 
-def lowered(run: Callable[P, T], precision: str, device: torch.device) -> Callable[P, T]:
+def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
     """A forward pass as a precision has it; what it gives is float32 again, so that losses are."""
     if precision != "bf16":
         return run
@@ -50,7 +50,7 @@ def lowered(run: Callable[P, T], precision: str, device: torch.device) -> Callab
     return in_bfloat16
 
 
-def set_products(precision: str) -> None:
+def set_products(precision: Precision) -> None:
     """Let a CUDA device round products to TensorFloat-32, or forbid it; process-wide, as torch has it."""
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"

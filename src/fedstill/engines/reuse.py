@@ -35,7 +35,7 @@ log = logging.getLogger("fedstill.reuse")
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptReplies:
     """A folder of replies, the names of the stages whose replies may be kept there, and how many bytes they may take.
 
     Where they take more, those that were not used for longest are deleted.

@@ -16,8 +16,8 @@ from fedstill.engines.allocator import keep_freed
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import correct_by_class
-from fedstill.engines.precision import set_products
-from fedstill.engines.reuse import Kept, examples_digest, key_of
+from fedstill.engines.precision import Precision, set_products
+from fedstill.engines.reuse import KeptReplies, examples_digest, key_of
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.files import digest
 from fedstill.fitting import FIT
@@ -79,8 +79,8 @@ class SerialEngine:
     memory: Memory = field(default_factory=Memory)
     threads: tuple[int, int] = (1, 1)
     measured: frozenset[int] = frozenset()
-    precision: str = "fp32"
-    kept: Kept | None = None
+    precision: Precision = "fp32"
+    kept: KeptReplies | None = None
     measures: tuple[str, ...] = ("local",)
     privacy: Privacy = field(default_factory=Privacy)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,44 +9,42 @@ import torch
 from torch import Tensor, nn
 
 from fedstill import trees
-from fedstill.engines.alone import How, chosen, draw, many_passes, moved, outputs
+from fedstill.engines.frozen import FrozenModel, frozen_teachers
+from fedstill.engines.how import How, examples_by_client, many_passes, stage_generator
 from fedstill.engines.order import Timetable
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.stacked_carry import StackedCarry, parts, shared
 from fedstill.engines.step import Batch
 from fedstill.keys import resident
 from fedstill.models import contract
 from fedstill.models.stacked import stacked
-from fedstill.records import Carry, Examples, ModelSpec, Tensors, View
+from fedstill.records import Carry, Examples, Tensors, View
 
 T = TypeVar("T")
 
 
 class Stack:
-    """K clients with examples: their data lie one below another, short batches are padded with their own first.
-
-    ``hows``: how each of them trains; they differ in the seed at most.
-    """
+    """K clients with examples: their data lie one below another, short batches are padded with their own first."""
 
     now = None  # teachers run under vmap, each client's own
 
-    def __init__(self, carries: Sequence[Carry], views: Sequence[View], hows: Sequence[How]) -> None:
-        self.view, self.how, self.size = views[0], hows[0], len(views)
-        how = self.how
-        each = chosen(carries, views, how.stage)
+    def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
+        self.view, self.how, self.size = views[0], how, len(views)
+        each = examples_by_client(carries, views, how.stage)
         self.device = each[0].images.device
-        parts, dims = _stacked([(c.params, c.teachers, c.trace, c.constants) for c in carries])
-        self._carry, self._dims = moved(parts, self.device), dims
+        self.start = StackedCarry.of(carries, self.device)
         # What trains has an axis of its own for every client, even where all start from the same tensors.
         self.params = {k: v.detach().to(self.device) for k, v in trees.stack([c.params for c in carries]).items()}
         self.trace: Tensors = {k: v.to(self.device) for k, v in trees.stack([c.trace for c in carries]).items()}
         self.sizes = [len(e) for e in each]
         self.common = all(e is each[0] for e in each)  # public data, in memory once
         self.examples = each[0] if self.common else _below(each)
-        plain, own = not how.inputs.steps, list(zip(views, hows, strict=True))
-        self.orders = [draw(v.client, h, "order") for v, h in own]
-        self.pixels = [] if plain else [draw(v.client, h, "pixels") for v, h in own]
+        plain = not how.inputs.steps
+        self.orders = [stage_generator(v.client, how, "order") for v in views]
+        self.pixels = [] if plain else [stage_generator(v.client, how, "pixels") for v in views]
         self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
-        for teacher in carries[0].teachers.values():  # made here: initial weights cannot be drawn under vmap
-            contract.module(teacher[0] if isinstance(teacher, tuple) else self.view.model, "frozen")
+        for teacher in frozen_teachers(self.start.carry.teachers, self.view.model).values():
+            contract.module(teacher.spec, "frozen")  # made here: initial weights cannot be drawn under vmap
         self._often = all(many_passes(how.plan, e) for e in each)
         self._tables: dict[tuple[str, str], Tensor] = {}
 
@@ -62,10 +59,13 @@ class Stack:
         table = Timetable.of(self.sizes, self.how.plan, self.orders)
         sizes, epoch, running = table.sizes, table.epoch, table.sizes > 0
         first = torch.cat([torch.ones(1, self.size, dtype=torch.bool), epoch[1:] > epoch[:-1]])
-        offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)
+        offsets = torch.tensor([0, *self.sizes[:-1]]).cumsum(0)  # where a client's data begin among those of all
         width = table.index.shape[2]
+        # A client that has finished takes its first example again and is put back after the step: of no examples at all
+        # the mean would be 0 / 0.
         real = torch.arange(width) < torch.where(running, sizes, width).unsqueeze(2)
         rows = table.index + offsets.view(1, -1, 1)
+        # All steps' numbers go to the device at once, and their sizes are known on the host: no step waits for either.
         there = [resident(v, self.device) for v in (table.index, rows, real.float(), epoch, sizes, first, running)]
         counts, ends, whole = sizes.tolist(), table.ends.tolist(), running.all(1).tolist()
         for t, (at, r, mask, ages, n, begins, still) in enumerate(zip(*there, strict=True)):
@@ -90,12 +90,11 @@ class Stack:
     def each(self, run: Callable[..., T], *values: Any) -> T:
         """``run`` for every client at once, with what it started with and its part of these values."""
 
-        def one(carry: tuple[Any, ...], *own: Any) -> T:
-            return run(Carry(*carry), *own)
+        def one(start: dict[str, Any], *own: Any) -> T:
+            return run(Carry(**start), *own)
 
-        if _shared(self._dims):
-            return torch.func.vmap(functools.partial(one, self._carry))(*values)
-        return torch.func.vmap(one, in_dims=(self._dims, *(0 for _ in values)))(self._carry, *values)
+        in_dims = (parts(self.start.axes), *(0 for _ in values))
+        return torch.func.vmap(one, in_dims=in_dims)(parts(self.start.carry), *values)
 
     def clip(self, leaves: Mapping[str, Tensor], norm: float) -> None:
         """Scale each client's gradients if their norm, over all leaves, is above ``norm``."""
@@ -121,80 +120,22 @@ class Stack:
         return torch.stack(out)
 
     def _run_teacher(self, name: str, what: str, still: Examples) -> Tensor:
-        teacher, dims = self._carry[1][name], self._dims[1][name]
-        if _shared(dims):
-            once = outputs(teacher, what, still, self.view.model, self.how)
+        """A teacher's outputs on the data of all: in one pass where all clients have the same, else each its own."""
+        if shared(self.start.axes.teachers[name]):
+            once = self._outputs(frozen_teachers(self.start.carry.teachers, self.view.model)[name], what, still)
             return once.repeat(self.size, 1) if self.common else once
-        parts = [still] * self.size
+        own = [frozen_teachers(self.start.of_client(k).teachers, self.view.model)[name] for k in range(self.size)]
+        data = [still] * self.size
         if not self.common:
-            ends = torch.tensor(self.sizes).cumsum(0).tolist()
-            spans = [slice(end - n, end) for end, n in zip(ends, self.sizes, strict=True)]
-            parts = [Examples(still.images[s], still.labels[s]) for s in spans]
-        own = [_own(teacher, dims, k) for k in range(self.size)]
-        return torch.cat([outputs(t, what, p, self.view.model, self.how) for t, p in zip(own, parts, strict=True)])
+            images, labels = torch.split(still.images, self.sizes), torch.split(still.labels, self.sizes)
+            data = [Examples(*each) for each in zip(images, labels, strict=True)]
+        return torch.cat([self._outputs(teacher, what, some) for teacher, some in zip(own, data, strict=True)])
+
+    def _outputs(self, teacher: FrozenModel, what: str, examples: Examples) -> Tensor:
+        passes = ModelPasses(teacher.spec, self.how.inputs, self.how.precision)
+        return (passes.logits if what == "logits" else passes.features)(teacher.params, examples)
 
 
 def _below(each: Sequence[Examples]) -> Examples:
     """Clients' examples, one client's below the other's."""
     return Examples(torch.cat([e.images for e in each]), torch.cat([e.labels for e in each]))
-
-
-class Structures:
-    """What clients must share to be stacked: equal for two clients if their tensors fit on each other.
-
-    What was sent to many is looked at once. It lives no longer than what it was asked about, which it knows by id.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[int, Any] = {}
-
-    def of(self, carry: Carry, view: View) -> Any:
-        """A client's."""
-        parts = (carry.params, carry.teachers, carry.trace, carry.constants, carry.only)
-        return view.model, *map(self._of, parts)
-
-    def _of(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.shape, value.dtype
-        if isinstance(value, Mapping):
-            if id(value) not in self._known:
-                self._known[id(value)] = tuple((k, self._of(value[k])) for k in sorted(value))
-            return self._known[id(value)]
-        if isinstance(value, tuple):
-            return tuple(map(self._of, value))
-        if isinstance(value, (bool, int, float)):
-            return type(value)
-        return value if isinstance(value, (str, ModelSpec, type(None))) else id(value)
-
-
-def _stacked(values: Sequence[Any]) -> tuple[Any, Any]:
-    """Values of one structure as one, and which axis of each of its tensors is the clients': 0, or None if shared."""
-    first = values[0]
-    if all(v is first for v in values) and not isinstance(first, (Mapping, tuple)):
-        return first, None
-    if isinstance(first, Tensor):
-        return torch.stack([v.detach() for v in values]), 0
-    if isinstance(first, Mapping):
-        pairs = {k: _stacked([v[k] for v in values]) for k in first}
-        return {k: v for k, (v, _) in pairs.items()}, {k: d for k, (_, d) in pairs.items()}
-    if isinstance(first, tuple):
-        both = [_stacked(each) for each in zip(*values, strict=True)]
-        return tuple(v for v, _ in both), tuple(d for _, d in both)
-    if all(v == first for v in values):
-        return first, None
-    return torch.tensor(values, dtype=torch.float64 if isinstance(first, float) else None), 0
-
-
-def _shared(dims: Any) -> bool:
-    if isinstance(dims, (Mapping, tuple)):
-        return all(map(_shared, dims.values() if isinstance(dims, Mapping) else dims))
-    return dims is None
-
-
-def _own(value: Any, dims: Any, k: int) -> Any:
-    """One client's part of a stacked value."""
-    if isinstance(dims, Mapping):
-        return {name: _own(value[name], d, k) for name, d in dims.items()}
-    if isinstance(dims, tuple):
-        return tuple(_own(v, d, k) for v, d in zip(value, dims, strict=True))
-    return value if dims is None else value[k]

@@ -9,7 +9,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedstill.engines.precision import lowered
+from fedstill.engines.frozen import frozen_teachers
+from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
 from fedstill.records import Carry, Ends, ModelSpec, Tensors
 
@@ -56,7 +57,7 @@ class Networks:
     spec: ModelSpec
     module: nn.Module
     table: Table
-    precision: str
+    precision: Precision
     device: torch.device
     now: Now | None = None
 
@@ -67,11 +68,11 @@ class Networks:
             return known[rows]
         if self.now is not None:
             return self.now(name, what, x)
-        teacher = carry.teachers[name]
-        spec, params = teacher if isinstance(teacher, tuple) else (self.spec, teacher)
+        teacher = frozen_teachers(carry.teachers, self.spec)[name]
+        module = contract.module(teacher.spec, "frozen").eval()
         run = contract.forward if what == "logits" else contract.features
         with torch.no_grad():
-            return lowered(run, self.precision, self.device)(contract.module(spec, "frozen").eval(), params, x)
+            return lowered(run, self.precision, self.device)(module, teacher.params, x)
 
 
 class Seen:

@@ -7,12 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedstill.engines.alone import How, examples_of, scores_count
 from fedstill.engines.cores import torch_threads
+from fedstill.engines.how import How, scores_count, stage_examples
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
-from fedstill.engines.stack import Structures
+from fedstill.engines.stacked_carry import Structures
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -52,114 +52,78 @@ class VectorisedEngine(PooledEngine):
         """The replies of the clients that were sent something, in the order of the schedule."""
         clients = [c for c in stage.clients if c in downs]
         plan = self.world.plans.get(stage.name)
-        if plan is None:
+        specs = {self.world.model(c) for c in clients}
+        if plan is None or len(clients) < 2 or any(why_not(spec, plan) for spec in specs):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
-        fits = not any(why_not(spec, plan) for spec in {self.world.model(c) for c in clients})
-        own = [Member(self, work, how, c, downs[c]) for c in clients] if fits else []
-        if len(own) < 2:
-            return super().run(work, stage, downs, seed)
-        replies = {member.client: reply for cohort in self._cohorts(own) for member, reply in _cohort(cohort)}
+        replies: dict[int, Reply] = {}
+        for cohort in self._cohorts(clients, plan):
+            replies |= self._cohort(work, how, {c: downs[c] for c in cohort})
         return [replies[c] for c in clients]
 
-    def _cohorts(self, members: Sequence[Member]) -> list[list[Member]]:
+    def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
         """Clients of like size together, the largest first: a stack trains as long as its largest client."""
-        count = -(-len(members) // self.most)
-        even = -(-len(members) // count)
-        cohorts: list[list[Member]] = []
+        count = -(-len(clients) // self.most)
+        even = -(-len(clients) // count)
+        cohorts: list[list[int]] = []
         room = 0.0
-        for member in sorted(members, key=lambda m: (-m.size, m.client)):
-            if not cohorts or member.bytes > room or len(cohorts[-1]) == even:
+        for client in sorted(clients, key=lambda c: (-self.sites.size(c), c)):
+            takes = self._bytes(client, plan)
+            if not cohorts or takes > room or len(cohorts[-1]) == even:
                 cohorts.append([])
                 room = self.stack_bytes
-            cohorts[-1].append(member)
-            room -= member.bytes
+            cohorts[-1].append(client)
+            room -= takes
         return cohorts
 
-
-@dataclass(frozen=True, eq=False)
-class Member:
-    """A client that is to be stacked: whose engine it belongs to, what it does, how, and what it was sent."""
-
-    engine: VectorisedEngine
-    work: ClientWork
-    how: How
-    client: int
-    down: Payload
-
-    @property
-    def size(self) -> int:
-        """About how many examples it has."""
-        return self.engine.sites.size(self.client)
-
-    @property
-    def bytes(self) -> float:
-        """About what it takes in a stack: copies of its model, its images, and the numbers of a step."""
-        spec = self.engine.world.model(self.client)
+    def _bytes(self, client: int, plan: Plan) -> float:
+        """About what a client takes in a stack: copies of its model, its images, and the numbers of a step."""
+        spec = self.world.model(client)
         image = math.prod(spec.input_shape)
-        return 4.0 * (8 * contract.size(spec) + 2 * image * self.size + 40 * image * self.how.plan.batch)
+        return 4.0 * (8 * contract.size(spec) + 2 * image * self.sites.size(client) + 40 * image * plan.batch)
 
-    @property
-    def does(self) -> tuple[type, str]:
-        """Its work, equal for members that do the same in runs of their own."""
-        return type(self.work), repr(sorted(vars(self.work).items()))
+    def _cohort(self, work: ClientWork, how: How, downs: Mapping[int, Payload]) -> dict[int, Reply]:
+        """The replies of clients that are stacked as far as they fit on each other."""
+        replies: dict[int, Reply] = {}
+        groups: dict[object, list[Begun]] = {}
+        structures = Structures()
+        for client, down in downs.items():
+            try:
+                begun = self._begin(work, how.stage, client, down)
+            except Exception as error:
+                replies[client] = failed(how.stage, client, error)
+                continue
+            trains = begun.carry.params and len(stage_examples(begun.view, how.stage))
+            fits_on = structures.of(begun.carry, begun.view) if trains else client
+            groups.setdefault(fits_on, []).append(begun)
+        for group in groups.values():
+            replies |= self._group(work, how, group)
+        return replies
 
-    def begin(self) -> Begun:
-        """Read what it was sent."""
-        return self.engine._begin(self.work, self.how.stage, self.client, self.down)
-
-    def alone(self, begun: Begun) -> tuple[Trained | None, float]:
-        """Train as the serial engine does."""
-        return self.engine._train(self.work, self.how.stage, begun, self.how.seed)
-
-    def end(self, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
-        """Its reply."""
-        return self.engine._end(self.work, self.how.stage, begun, trained, seconds)
-
-    def failed(self, error: Exception) -> Reply:
-        """The reply that says why there is none."""
-        return failed(self.how.stage, self.client, error)
-
-
-Answers = list[tuple[Member, Reply]]
-
-
-def _cohort(members: Sequence[Member]) -> Answers:
-    """The replies of clients that are stacked as far as they fit on each other."""
-    answers: Answers = []
-    groups: dict[object, list[tuple[Member, Begun]]] = {}
-    structures = Structures()
-    for member in members:
+    def _group(self, work: ClientWork, how: How, group: Sequence[Begun]) -> dict[int, Reply]:
+        """The replies of clients of one structure: trained as one, or one alone as in the serial engine."""
         try:
-            begun = member.begin()
+            trained, seconds = self._train_group(work, how, group)
         except Exception as error:
-            answers.append((member, member.failed(error)))
-            continue
-        alone = not begun.carry.params or not len(examples_of(begun.view, member.how.stage))
-        key = member if alone else (structures.of(begun.carry, begun.view), *member.does)
-        groups.setdefault(key, []).append((member, begun))
-    return answers + [answer for group in groups.values() for answer in _group(group)]
+            return {begun.view.client: failed(how.stage, begun.view.client, error) for begun in group}
+        replies = {}
+        for begun, result in zip(group, trained, strict=True):
+            client = begun.view.client
+            try:
+                replies[client] = self._end(work, how.stage, begun, result, seconds)
+            except Exception as error:
+                replies[client] = failed(how.stage, client, error)
+        return replies
 
-
-def _group(group: Sequence[tuple[Member, Begun]]) -> Answers:
-    first, trained = group[0][0], list[Trained | None]()
-    try:
+    def _train_group(
+        self, work: ClientWork, how: How, group: Sequence[Begun]
+    ) -> tuple[Sequence[Trained | None], float]:
+        """What training gave each client, and the seconds that one of them took."""
         if len(group) == 1:
-            one, seconds = first.alone(group[0][1])
-            trained = [one]
-        else:
-            start = time.perf_counter()
-            carries, views, hows = zip(*((b.carry, b.view, m.how) for m, b in group), strict=True)
-            with torch_threads(first.engine.threads[1]):
-                trained = [*train_stack(first.work, carries, views, hows)]
-            seconds = (time.perf_counter() - start) / len(group)
-    except Exception as error:
-        return [(member, member.failed(error)) for member, _ in group]
-    answers = []
-    for (member, begun), result in zip(group, trained, strict=True):
-        try:
-            answers.append((member, member.end(begun, result, seconds)))
-        except Exception as error:
-            answers.append((member, member.failed(error)))
-    return answers
+            trained, seconds = self._train(work, how.stage, group[0], how.seed)
+            return [trained], seconds
+        start = time.perf_counter()
+        with torch_threads(self.threads[1]):
+            each = train_stack(work, [begun.carry for begun in group], [begun.view for begun in group], how)
+        return each, (time.perf_counter() - start) / len(group)

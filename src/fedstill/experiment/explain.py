@@ -175,7 +175,7 @@ def _images(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:
-    if stages[0].alone:
+    if stages[0].hop:
         return (f"{len(stages)} × {stages[0].name}, one client after another",)
     return tuple(f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from platformdirs import user_data_path
 
-from fedstill.engines.flower.app import Does
-from fedstill.engines.flower.app import client_app as app_of
-from fedstill.engines.flower.records import require_flower
+from fedstill.engines.flower.client_app import Does
+from fedstill.engines.flower.client_app import client_app as app_of
+from fedstill.engines.flower.messages import require_flower
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.on_flower.site import Clerk, Site, load_site
 from fedstill.experiment.running import runner

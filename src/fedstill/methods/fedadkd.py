@@ -49,7 +49,7 @@ class FedADKD(FedDKD):
         return super().setup(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        if not stages[0].alone:
+        if not stages[0].hop:
             return state
         cohort = [c for stage in stages for c in stage.clients]
         phi = torch.zeros(world.clients, dtype=torch.float64)
@@ -57,7 +57,7 @@ class FedADKD(FedDKD):
         return state.next(phi=phi)
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        if stage.alone and "phi" in state.extra:
+        if stage.hop and "phi" in state.extra:
             return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
         cohort = list(stage.clients)
         return Payload(params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)]))

@@ -34,7 +34,7 @@ class FedAvgM(FedAvg):
         return (
             "a chain hands on the model as a client left it, and the server's momentum would move it between clients; "
             "set plan.momentum for momentum on clients, or topology.kind = 'parallel'"
-            if stages[0].alone
+            if stages[0].hop
             else ""
         )
 

@@ -40,7 +40,7 @@ class FedCurv(FedAvg):
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "method.scope = 'last_round' would forget after every client of a chain; set method.scope = 'all_seen'"
-            if stages[0].alone and self.scope == "last_round"
+            if stages[0].hop and self.scope == "last_round"
             else ""
         )
 

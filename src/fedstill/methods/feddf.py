@@ -47,7 +47,7 @@ class FedDF(FedAvg):
     temperature: Positive = 1.0
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        if stages[0].alone:
+        if stages[0].hop:
             return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
         if SERVERS not in {s.name for s in stages}:
             return f"it needs its server's stage; set topology.server = {SERVERS!r}"

@@ -39,7 +39,7 @@ class FedDyn(FedAvg):
         return (
             "a chain hands on the model as a client left it, and the server's correction h would move it between "
             "clients; choose method fedprox, or topology.kind = 'parallel'"
-            if stages[0].alone
+            if stages[0].hop
             else ""
         )
 

@@ -41,7 +41,7 @@ class FedNova(FedAvg):
         return (
             "it evens out steps between clients whose changes are averaged, and in a chain none are; "
             "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
-            if stages[0].alone
+            if stages[0].hop
             else ""
         )
 

@@ -31,4 +31,4 @@ class FedSeq(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        return "" if stages[0].alone else "side by side it is method fedavg; choose that, or leave topology.kind out"
+        return "" if stages[0].hop else "side by side it is method fedavg; choose that, or leave topology.kind out"

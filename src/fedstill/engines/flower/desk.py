@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedstill.engines.flower.requests import Answer, Request, Version
+from fedstill.engines.flower.requests import Request, SiteReply, Version
 from fedstill.errors import BadPayload, CorruptFile, FedstillError
 from fedstill.files import digest, make_folder, remove, sweep, write_whole
 from fedstill.records import NOTHING, Payload, Stage
@@ -47,7 +47,7 @@ class Desk:
         except (OSError, BadPayload) as error:
             raise CorruptFile(f"the memory that counts, {version[0]}, cannot be used at this site: {error}") from error
 
-    def kept(self, request: Request) -> Answer | None:
+    def kept(self, request: Request) -> SiteReply | None:
         """The answer already given to this very request, if it is still here and whole."""
         path = self.place / _reply(request.stage)
         try:
@@ -56,13 +56,13 @@ class Desk:
             if note["request"] != request.digest():
                 return None
             up = Payload({k.removeprefix("up "): g for k, g in stored.items() if k != "note"})
-            answer = Answer.of(str(note["answer"]), up)
+            answer = SiteReply.of(str(note["answer"]), up)
             self.remembered(answer.memory)
         except (OSError, FedstillError, ValueError, KeyError, TypeError):
             return None
         return answer
 
-    def keep(self, request: Request, answer: Answer, memory: Payload) -> Answer:
+    def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
         """Write the memory, then the reply, then let go of what is too old; the answer with its memory's version."""
         make_folder(self.place)
         sweep(self.place)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from fedstill.engines.flower.records import STAGE, WHOAMI, content, header_and_payload
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload
+from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class _Call:
     again: float = 0.0  # when it is due to be sent again
     messages: set[str] = field(default_factory=set)
     lost: str = ""
-    answer: Answer | None = None
+    answer: SiteReply | None = None
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Fleet:
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
     _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
 
-    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+    def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in their order; what did not come is a failure that says why."""
         end = self.clock.monotonic() + self.patience.deadline
         calls = {r.client: _Call(r) for r in requests}
@@ -152,9 +152,9 @@ class Fleet:
             else:
                 call.answer = self._read(call.request, message)
 
-    def _read(self, request: Request, message: Message) -> Answer:
+    def _read(self, request: Request, message: Message) -> SiteReply:
         try:
-            answer = Answer.of(*header_and_payload(message.content, self.patience.max_bytes))
+            answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
         except BadPayload as error:
             return _failed(request, f"answered with no answer: {error}")
         if answer.client != request.client:
@@ -176,5 +176,5 @@ class Fleet:
         return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
 
 
-def _failed(request: Request, why: str) -> Answer:
-    return Answer(request.client, request.stage.round, request.stage.index, failure=why)
+def _failed(request: Request, why: str) -> SiteReply:
+    return SiteReply(request.client, request.stage.round, request.stage.index, failure=why)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from fedstill.engines.flower.fleet import RAISED
-from fedstill.engines.flower.records import require_flower
+from fedstill.engines.flower.messages import require_flower
 
 if TYPE_CHECKING:
     from flwr.app import Message

@@ -42,7 +42,7 @@ class Request:
     def header(self) -> str:
         """Everything but the payload, as JSON."""
         s = self.stage
-        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.alone]
+        stage = [s.round, s.index, s.name, list(s.clients), s.view, s.hop]
         values = {k: getattr(self, k) for k in ("version", "config", "sha", "run", "client", "memory", "facts")}
         return json.dumps({**values, "stage": stage}, sort_keys=True)
 
@@ -57,7 +57,7 @@ class Request:
         stage = _typed(h, "stage", list)
         if len(stage) != 6:
             raise BadPayload("stage has not six parts")
-        names = dict(zip(("round", "index", "name", "clients", "view", "alone"), stage, strict=True))
+        names = dict(zip(("round", "index", "name", "clients", "view", "hop"), stage, strict=True))
         texts = {k: _typed(h, k, str) for k in ("version", "config", "sha", "run")}
         if not texts["run"].isalnum():
             raise BadPayload("run must be letters and digits")
@@ -67,7 +67,7 @@ class Request:
             _typed(names, "name", str),
             tuple(_int(c) for c in _typed(names, "clients", list)),
             "public" if names["view"] == "public" else "private",
-            _typed(names, "alone", bool),
+            _typed(names, "hop", bool),
         )
         return Request(
             **texts,
@@ -80,7 +80,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SiteReply:
     """One client's work on one stage, or why there is none; ``memory``: what it remembers of it, None for nothing."""
 
     client: int
@@ -98,10 +98,10 @@ class Answer:
         return json.dumps({k: getattr(self, k) for k in names})
 
     @staticmethod
-    def of(header: str, up: Payload) -> Answer:
+    def of(header: str, up: Payload) -> SiteReply:
         """The answer in a header and a payload; raises BadPayload for what is none."""
         h = _json(header)
-        return Answer(
+        return SiteReply(
             _count(h, "client"),
             _count(h, "round"),
             _count(h, "stage"),

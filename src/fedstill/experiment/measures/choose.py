@@ -65,7 +65,7 @@ def _lacks(need: str, setting: Setting) -> str:
     spec, world = setting.world.model(SERVER), setting.world
     if need == "queries" and not world.queries:
         return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
-    if need == "chain" and not any(stage.alone for stage in setting.schedule):
+    if need == "chain" and not any(stage.hop for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "local_models":
         if not any(_sends_models(stage, setting) for stage in setting.schedule):

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.data.examples import Dataset
-from fedstill.engines.flower.app import Does, client_app
-from fedstill.engines.flower.engine import FlowerEngine
+from fedstill.engines.flower.client_app import Does, client_app
 from fedstill.engines.flower.fleet import Clock, Fleet, Patience
+from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.engines.flower.requests import Request
 from fedstill.engines.memory import Memory

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstill.data.examples import Dataset
-from fedstill.engines.flower.records import require_flower
+from fedstill.engines.flower.messages import require_flower
 from fedstill.errors import ConfigError, DeployFailed
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.on_flower.carried import trial_app

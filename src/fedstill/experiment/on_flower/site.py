@@ -14,7 +14,7 @@ from filelock import FileLock
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import load
 from fedstill.engines.flower.desk import Desk
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
 from fedstill.experiment.config.client_models import words
@@ -78,7 +78,7 @@ class Clerk:
     dataset: Dataset | None = None
     ready: dict[str, Prepared] = field(default_factory=dict)
 
-    def __call__(self, request: Request) -> Answer:
+    def __call__(self, request: Request) -> SiteReply:
         """The answer; whatever goes wrong is an answer too, with the reason in one line."""
         try:
             return self._answer(request)
@@ -87,9 +87,9 @@ class Clerk:
         except Exception as error:
             reason = on_one_line(error)
         stage = request.stage
-        return Answer(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
+        return SiteReply(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: Request) -> SiteReply:
         if request.client != self.site.client:
             raise Refused(f"this site is client {self.site.client}, not client {request.client}")
         ready = self._ready(request)
@@ -98,15 +98,15 @@ class Clerk:
         with FileLock(desk.place / ".lock"):
             return desk.kept(request) or self._work(ready, request, desk)
 
-    def _work(self, ready: Prepared, request: Request, desk: Desk) -> Answer:
+    def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
         engine = ready.engine(memory, serial=True, measured=not settings.on_sites, reuse=False)
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
-            return Answer(client, stage.round, stage.index, failure=reply.failure)
-        answer = Answer(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
+            return SiteReply(client, stage.round, stage.index, failure=reply.failure)
+        answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
 
     def _named_work(self, ready: Prepared, request: Request) -> ClientWork:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from fedstill.engines.cost import Work, choice
+from fedstill.engines.cost import Work, suited_engine
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import SerialEngine
 from fedstill.engines.vectorised import VectorisedEngine, why_not
@@ -33,7 +33,7 @@ def resolved(settings: Settings, world: RunWorld, examples: int) -> Settings:
 
 def chosen(settings: Settings, world: RunWorld, examples: int) -> tuple[Literal["pooled", "vectorised"], str]:
     """What the cost model says of a run: an engine, and why."""
-    return choice(stages(settings, world, examples), settings.device)
+    return suited_engine(stages(settings, world, examples), settings.device)
 
 
 def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:

@@ -13,7 +13,7 @@ from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reuse import Kept
+from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
@@ -24,7 +24,7 @@ from fedstill.experiment.preparing.public_data import set_apart
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.split import label_counts, queries_of, some_of, split
 from fedstill.fitting import FIT
-from fedstill.method import ALONE
+from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
 
 NO_DATA = "none"
@@ -68,11 +68,11 @@ class Prepared:
             privacy=self.settings.privacy,
         )
 
-    def _kept(self) -> Kept:
+    def _kept(self) -> KeptReplies:
         """Replies of other runs, for the stages of which the method says that they may serve again."""
         method = self.settings.method
-        stages = method.reusable | (frozenset() if FIT in method.stages else ALONE.reusable)
-        return Kept(cache_folder() / "replies", stages, reuse_bytes())
+        stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
+        return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
 def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:

@@ -110,7 +110,7 @@ class Measuring:
         if room is None or seen.stage.round not in self.rounds:
             return
         torch.set_num_threads(self.prepared.settings.threads[1])
-        if seen.stage.alone and seen.replies:
+        if seen.stage.hop and seen.replies:
             seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
         for name, measure in self.measures.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstill.data.inputs import SHARD, layout
 from fedstill.engines.cores import side_by_side
-from fedstill.engines.precision import lowered
+from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Teacher, Tensors
 
@@ -19,23 +19,35 @@ Outputs = dict[str, Tensor]
 """What one pass gave: "logits" (n, C), and "features" (n, D) where they were asked for."""
 
 
+@dataclass(frozen=True)
+class FrozenModel:
+    """A teacher as the engines see it: its architecture and its parameters."""
+
+    spec: ModelSpec
+    params: Tensors
+
+
+def frozen_teachers(named: Mapping[str, Teacher], own: ModelSpec) -> dict[str, FrozenModel]:
+    """The teachers of a ``Carry``, in the one form that engines know; parameters alone are of ``own`` architecture."""
+    return {n: FrozenModel(*t) if isinstance(t, tuple) else FrozenModel(own, t) for n, t in named.items()}
+
+
 @dataclass
 class Teachers:
     """The teachers of one client in one stage, each by its name.
 
-    ``model``: the architecture of those that name none. ``still``: the client's inputs if they are the same in every
-    epoch and each will be seen, else None. ``workers``: how many teachers and shards at a time on the CPU, one torch
-    thread each; the bits do not depend on it. Outputs of all teachers are made when one is first asked for.
+    ``still``: the client's inputs if they are the same in every epoch and each will be seen, else None. ``workers``:
+    how many teachers and shards at a time on the CPU, one torch thread each; the bits do not depend on it. Outputs of
+    all teachers are made when one is first asked for.
     """
 
-    named: Mapping[str, Teacher]
-    model: ModelSpec
+    named: Mapping[str, FrozenModel]
     still: Tensor | None
     workers: int = 1
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     _known: dict[str, Outputs] = field(default_factory=dict)
     _batch: Tensor | None = None
-    _ready: dict[str, tuple[ModelSpec, Tensors]] = field(default_factory=dict)
+    _laid_out: dict[str, FrozenModel] = field(default_factory=dict)
 
     def table(self, name: str, kind: str) -> Tensor | None:
         """Logits (n, C) or features (n, D) for all still inputs, passed in fixed shards; None if there are none."""
@@ -55,24 +67,24 @@ class Teachers:
 
     def _compute(self, kind: str, parts: tuple[Tensor, ...]) -> None:
         """Outputs of every teacher: a method asks all of them the same."""
-        jobs = [partial(_outputs, *self._model(name), x, kind, self.precision) for name in self.named for x in parts]
+        jobs = [partial(_outputs, self._model(name), x, kind, self.precision) for name in self.named for x in parts]
         on_cpu = all(x.device.type == "cpu" for x in parts)
-        found = side_by_side(jobs, self.workers) if on_cpu else [job() for job in jobs]
+        passes = side_by_side(jobs, self.workers) if on_cpu else [job() for job in jobs]
         for i, name in enumerate(self.named):
-            own = found[i * len(parts) : (i + 1) * len(parts)]
+            own = passes[i * len(parts) : (i + 1) * len(parts)]
             self._known[name] = {k: torch.cat([p[k] for p in own]) for k in own[0]}
 
-    def _model(self, name: str) -> tuple[ModelSpec, Tensors]:
-        if name not in self._ready:
+    def _model(self, name: str) -> FrozenModel:
+        """A teacher, its parameters in the order of memory that convolutions want: changed once, not for every pass."""
+        if name not in self._laid_out:
             teacher = self.named[name]
-            spec, params = teacher if isinstance(teacher, tuple) else (self.model, teacher)
-            self._ready[name] = (spec, {k: layout(v) for k, v in params.items()})
-        return self._ready[name]
+            self._laid_out[name] = FrozenModel(teacher.spec, {k: layout(v) for k, v in teacher.params.items()})
+        return self._laid_out[name]
 
 
-def _outputs(spec: ModelSpec, params: Tensors, x: Tensor, kind: str, precision: str) -> Outputs:
+def _outputs(teacher: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
     """One pass of one teacher, in this thread's module; logits come along where features are asked for."""
-    m, x = contract.module(spec, "frozen").eval(), layout(x)
+    m, params, x = contract.module(teacher.spec, "frozen").eval(), teacher.params, layout(x)
     with torch.no_grad():
         if kind == "logits":
             return {"logits": lowered(contract.forward, precision, x.device)(m, params, x)}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fedstill.engines.flower.records import STAGE, WHOAMI, content, header_and_payload, require_flower
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload, require_flower
+from fedstill.engines.flower.requests import Request, SiteReply
 
 if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
-Does = Callable[[Request], Answer]
+Does = Callable[[Request], SiteReply]
 """Does a stage for one client; a refusal or a failure is its answer."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fedstill.engines.flower.requests import Answer, Request, Version
+from fedstill.engines.flower.requests import Request, SiteReply, Version
 from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.records import SERVER, Payload, Reply, Stage
@@ -16,7 +16,7 @@ from fedstill.work import ClientWork
 class Asks(Protocol):
     """Brings requests to clients and their answers back; a client that gives none is a failed answer."""
 
-    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+    def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request."""
 
 

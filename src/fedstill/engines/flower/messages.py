@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from fedstill.engines.flower.requests import Answer, Request
+from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
 from fedstill.records import Payload
 from fedstill.wire.codec import decode, encode
@@ -37,7 +37,7 @@ def require_flower() -> None:
         raise ConfigError(f"engine = 'flower' needs Flower: pip install 'fedstill[flower]' ({error})") from error
 
 
-def content(message: Request | Answer) -> RecordDict:
+def content(message: Request | SiteReply) -> RecordDict:
     """A request or an answer as a message's content. Equal groups give equal arrays, which Flower uploads once."""
     from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
