@@ -272,7 +272,6 @@ def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
         "{}",
         '{"client": true}',
         SiteReply(0, 1, 0).header().replace('"examples": 0', '"examples": -1'),
-        SiteReply(0, 1, 0, metrics={"label_counts": [1], "correct_by_class": []}).header(),
         SiteReply(0, 1, 0, metrics={"refused": "no"}).header(),
         SiteReply(0, 1, 0, metrics={"seconds": "long"}).header(),
         SiteReply(0, 1, 0, metrics={"mine": [[[[1]]]]}).header(),

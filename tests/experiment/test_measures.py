@@ -24,7 +24,7 @@ from fedstill.experiment.on_flower.site import code_in
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import resume, run
-from fedstill.metrics.local import by_epoch
+from fedstill.metrics.local_models import by_epoch
 from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped

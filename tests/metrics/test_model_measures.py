@@ -13,7 +13,7 @@ from fedstill.errors import ConfigError
 from fedstill.metrics import landscape
 from fedstill.metrics.alignment import alignment, preferred_classes
 from fedstill.metrics.divergence import distribution_distance, gradient_diversity, weight_divergence
-from fedstill.metrics.local import local_accuracies, over_clients
+from fedstill.metrics.local_models import local_accuracies, over_clients
 
 RNG = np.random.default_rng(1)
 

@@ -14,7 +14,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read
 from fedstill.experiment.running.runner import run
-from fedstill.metrics.private_public import private_public
+from fedstill.metrics.own_models import private_public
 from fedstill.report.page import write_page
 
 FOUR = ({"name": "mlp", "hidden": (6,)}, "logistic", {"name": "mlp", "hidden": (9, 5)}, "digits_cnn")

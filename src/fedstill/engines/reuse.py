@@ -90,7 +90,7 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
     own: dict[str, str] = {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
     known = {
         "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
-        "work": [_named(type(work)), own],
+        "work": [class_identity(type(work)), own],
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
         "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
@@ -113,7 +113,8 @@ def examples_digest(examples: Examples | None) -> str:
     return sum_.hexdigest()
 
 
-def _named(thing: Any) -> list[str]:
+def class_identity(thing: Any) -> list[str]:
+    """A class by name, and by the SHA-256 of its file where that is not the library's."""
     return [f"{thing.__module__}.{thing.__qualname__}", _source(thing)]
 
 

@@ -11,13 +11,15 @@ from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load
 from fedstill.data.views import SimulatedSites
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.measures.choose import measured_rounds
+from fedstill.experiment.measures.base import at_clients
+from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.misfits import refuse_misfits
 from fedstill.experiment.preparing.public_data import set_apart
@@ -40,12 +42,6 @@ class Prepared:
     world: RunWorld
     sites: SimulatedSites
 
-    @property
-    def measured(self) -> frozenset[int]:
-        """The rounds in which clients measure their own models, for ``local``, ``epochs`` and ``private_public``."""
-        asked = {"local", "epochs", "private_public"} & set(self.settings.measure)
-        return measured_rounds(self.settings.rounds, self.settings.measure_every) if asked else frozenset()
-
     def engine(
         self, memory: Memory | None = None, *, serial: bool = False, measured: bool = True, reuse: bool = True
     ) -> SerialEngine:
@@ -55,17 +51,18 @@ class Prepared:
         the settings say. ``measured``: whether clients measure their own models. ``reuse``: whether replies that other
         runs have kept may serve again, if the settings allow it.
         """
-        kind = SerialEngine if serial else ENGINES.get(self.settings.engine, SerialEngine)
+        settings = self.settings
+        rounds = measured_rounds(settings.rounds, settings.measure_every)
+        kind = SerialEngine if serial else ENGINES.get(settings.engine, SerialEngine)
         return kind(
             self.world,
             self.sites,
             memory or Memory(),
-            self.settings.threads,
-            self.measured if measured else frozenset(),
-            self.settings.precision,
-            kept=self._kept() if reuse and self.settings.reuse else None,
-            measures=self.settings.measure,
-            privacy=self.settings.privacy,
+            settings.threads,
+            settings.precision,
+            at_clients(measures(settings.measure), rounds) if measured else ClientMeasures(),
+            kept=self._kept() if reuse and settings.reuse else None,
+            privacy=settings.privacy,
         )
 
     def _kept(self) -> KeptReplies:

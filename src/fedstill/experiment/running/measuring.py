@@ -13,15 +13,13 @@ from torch import Tensor
 
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import FedstillError, on_one_line
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
-from fedstill.metrics.local import AT_CLIENTS, by_epoch, local_accuracies
-from fedstill.metrics.private_public import private_public
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
@@ -136,10 +134,8 @@ class Measuring:
             **measured,
             "forgetting": forgetting([self._best, classes] if self._best else [classes]),
             "consistency": consistency(before, classes),
-            **local_accuracies(replies, before, classes, self._totals()),
+            **self._of_round(Reports(replies, before, classes, self._totals())),
             **self._answers(replies, measured),
-            **private_public(replies),
-            **by_epoch(replies, self._totals()),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
@@ -187,13 +183,9 @@ class Measuring:
         self.spent += seconds
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def _count_local(self, events: Sequence[Mapping[str, Any]]) -> None:
-        """Clients measure within their stage, so their seconds are in the stage's already."""
-        spent = sum(e.get("seconds_measuring") or 0.0 for e in events)
-        own = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in AT_CLIENTS}
-        for name, seconds in {"local": spent - sum(own.values()), **own}.items():
-            if seconds > 0:
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def _of_round(self, reports: Reports) -> dict[str, Any]:
+        """What the measures make of the clients' reports."""
+        return {k: v for measure in self.measures.values() for k, v in measure.of_round(reports).items()}
 
     def _room(self) -> Room | None:
         sites = self.prepared.sites
@@ -203,7 +195,8 @@ class Measuring:
 
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events
-        self._count_local(events)
+        for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
         accepted = [e["client"] for e in events if "refused" not in e and "idle" not in e and e["round"] > 0]
         self._acted = [*self._acted, *accepted][-2:]

@@ -10,9 +10,6 @@ import numpy as np
 from fedstill.metrics.accuracy import class_accuracy, in_local_accuracy, out_local_accuracy
 from fedstill.metrics.values import Numbers, values, weighted_mean
 
-AT_CLIENTS = ("private_public", "epochs")
-"""Measures beside ``local`` that clients take, and whose seconds stand in their events as ``seconds_NAME``."""
-
 
 def local_accuracies(
     clients: Sequence[Mapping[str, Any]], received: Sequence[Any], aggregated: Sequence[Any], totals: Sequence[int]
