@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -73,8 +73,7 @@ class CLUE(LocalOnly):
         if stage.name == FIT:
             return super().fold(state, replies, stage, world)
         votes = {f"vote.{r.client}": r.up.tensor("vote") for r in replies}
-        learned = with_students(state, replies)
-        return replace(learned, extra=Payload({**learned.extra, **votes}))
+        return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         own, patched = fitted(state), state.extra.many("student")

@@ -18,7 +18,7 @@ and 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -81,8 +81,7 @@ class CWC(FedSeq):
         total = zeros_like(new)
         for omega in kept.values():
             total = add(total, omega)
-        after = after.without("omega.").next(importance=total)
-        return replace(after, extra=Payload({**after.extra, **many("omega", kept)}))
+        return after.without("omega.").next(groups=many("omega", kept), importance=total)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedstill.fields import Positive
 from fedstill.losses import soft_cross_entropy
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, PublicLogits
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan
 from fedstill.registry import method
 
@@ -26,7 +26,7 @@ PAPER = Plan(epochs=5, batch=100, lr=0.1)
 
 @method("dsfl")
 @dataclass(frozen=True)
-class DSFL(PublicLogits):
+class DSFL(LogitExchange):
     """Learn from the sharpened mean of the clients' probabilities on public images."""
 
     plans: ClassVar[dict[str, Plan]] = {LOCAL: PAPER, TEACH: PAPER, DISTIL: PAPER}

@@ -13,7 +13,7 @@ Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +65,7 @@ class FedDF(FedAvg):
             return state.without("model.").next(params=replies[0].up.params)
         averaged = super().fold(state.without("model."), replies, stage, world)
         models = many("model", {r.client: r.up.params for r in replies})
-        return replace(averaged, extra=Payload({**averaged.extra, **models}))
+        return averaged.next(groups=models)
 
 
 @dataclass(frozen=True)

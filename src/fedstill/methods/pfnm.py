@@ -81,10 +81,10 @@ class PFNM(FedAvgOnce):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
-            found = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
-            if len(found) == 1:
-                return self.chosen(state, found[0], world)
-            return replace(state, extra=Payload({**state.extra, **many("candidate", found)}))
+            candidates = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
+            if len(candidates) == 1:
+                return self.chosen(state, candidates[0], world)
+            return state.next(groups=many("candidate", candidates))
         right = torch.stack([r.up.tensor("right") for r in replies]).sum(0)
         best = state.extra.many("candidate")[int(right.argmax())]
         return self.chosen(state.without("candidate."), best, world)

@@ -70,7 +70,7 @@ class TaughtByLastRound(FedSeq):
             )
             state = state.next(fewer=True)
         state = state.without("teacher.", "snapshot.").next(trained=torch.zeros(0, dtype=torch.int64))
-        return replace(state, extra=Payload({**state.extra, **many("teacher", {c: models[c] for c in chosen})}))
+        return state.next(groups=many("teacher", {c: models[c] for c in chosen}))
 
     def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
         """The clients whose models teach in this round, of those that trained in the last one, in their order."""
@@ -94,7 +94,7 @@ class TaughtByLastRound(FedSeq):
             return after
         trained = torch.cat([state.extra.tensor("trained"), torch.tensor([r.client for r in replies])])
         models = many("snapshot", {r.client: r.up.params for r in replies})
-        return replace(after, extra=Payload({**after.extra, **models}, trained=trained))
+        return after.next(groups=models, trained=trained)
 
     def _known(self, state: State, client: int) -> bool:
         """Whether this client's labels are known, if they matter: one that missed the census cannot be weighed."""

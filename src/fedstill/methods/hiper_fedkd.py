@@ -27,7 +27,7 @@ from fedstill.errors import ConfigError
 from fedstill.fields import NonNegative, Positive, PositiveShare
 from fedstill.labels import client_temperature, heterogeneity_score, proportions
 from fedstill.losses import kd, standardize
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, PublicLogits
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan, State
 from fedstill.registry import method
 
@@ -48,7 +48,7 @@ PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
 @method("hiper_standardised", about="Improvement 2: linear temperatures, standardised logits.", temperatures="linear")
 @method("hiper_fedkd")
 @dataclass(frozen=True)
-class HiPerFedKD(PublicLogits):
+class HiPerFedKD(LogitExchange):
     """Learn from the mean of standardised logits, after local training at personal temperatures."""
 
     plans: ClassVar[dict[str, Plan]] = {
