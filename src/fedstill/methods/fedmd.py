@@ -4,6 +4,9 @@ Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillatio
 Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own data, once; then, a
 round, the consensus and its digest (``distil``), and the revisit of the own data, which is the next round's ``local``,
 and after the last round ``revisit``. Only ``pretrain`` reads public labels; ``topology.first = ""`` leaves it out.
+State: the parameters of the server's model; subset = positions (P,) of the round's public images, where ``subset`` asks
+for fewer than all; target = the consensus on these, (P, C), until the clients have learned from it.
+Memory: params = the client's own model.
 Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the most its code allows.
 Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by absolute error.
 Reading: the consensus is of ``subset`` public images, drawn anew each round (5,000 in the code); 0, as it is: of all.
