@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval, Len
 
@@ -45,12 +46,49 @@ def _check_length(thing: object, name: str, value: Any, bound: Len) -> None:
 def show(bound: Interval) -> str:
     """A range as a reader writes it.
 
-    >>> show(Interval(gt=0, le=1))
-    '(0, 1]'
+    >>> show(Interval(gt=0, le=1)), show(Interval(ge=0, lt=1e9))
+    ('(0, 1]', '[0, 1e9)')
     """
-    low = f"({bound.gt}" if bound.gt is not None else f"[{bound.ge}" if bound.ge is not None else "(-inf"
-    high = f"{bound.lt})" if bound.lt is not None else f"{bound.le}]" if bound.le is not None else "inf)"
+    low = (
+        f"({_short(bound.gt)}" if bound.gt is not None else f"[{_short(bound.ge)}" if bound.ge is not None else "(-inf"
+    )
+    high = (
+        f"{_short(bound.lt)})" if bound.lt is not None else f"{_short(bound.le)}]" if bound.le is not None else "inf)"
+    )
     return f"{low}, {high}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}".replace("e+0", "e").replace("e+", "e")
+
+
+_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table"}
+
+
+def legal(hint: Any) -> str:
+    """What an annotation allows, as a reader writes it.
+
+    >>> legal(Share), legal(Count | None), legal(Literal["sum", "mean"])
+    ('number in [0, 1]', 'whole number in [1, 1e6], or unset', '"sum" | "mean"')
+    >>> legal(Candidates)
+    'list, each a number in (0, 1e9], 1 to 100 of them'
+    """
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return ", or ".join("unset" if one is NoneType else legal(one) for one in inner)
+    if kind is Literal:
+        return " | ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in inner)
+    if kind is Annotated:
+        return legal(inner[0]) + "".join(_legal(bound) for bound in inner[1:])
+    if kind is tuple and inner[1:] == (...,):
+        return f"list, each a {legal(inner[0])}"
+    return _KINDS.get(kind or hint) or str(hint)
+
+
+def _legal(bound: object) -> str:
+    if isinstance(bound, Len):
+        return f", {bound.min_length} to {bound.max_length} of them"
+    return f" in {show(bound)}" if isinstance(bound, Interval) else ""
 
 
 @lru_cache(maxsize=1024)
