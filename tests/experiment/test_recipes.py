@@ -8,8 +8,7 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.errors import UnknownName
-from fedstill.experiment import recipes
-from fedstill.experiment.settings import settle
+from fedstill.experiment.comparing import recipes
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -19,7 +18,7 @@ def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
     variants = recipe.variants(recipe.cells(), [1], {}, tmp_path)
     for variant, (row, column) in zip(variants, recipe.cells(), strict=True):
         asked = {**recipe.common, **recipe.columns[column], **recipe.rows[row]}
-        assert settle(variant.experiment)["rounds"] == asked["rounds"]
+        assert variant.settings.rounds == asked["rounds"]
 
 
 def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from test_every_method import METHODS, experiment
 
 import toys
 from fedstill import docstrings, registry
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.method import run_census, run_round
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
-    from fedstill.experiment.compare import Variant
+    from fedstill.experiment.comparing.variants import Variant
 
 
 @app.command
@@ -22,7 +22,6 @@ def compare(
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    stack_seeds: bool = False,
     tensorboard: bool = False,
     quiet: Quiet = False,
 ) -> int:
@@ -39,16 +38,16 @@ def compare(
     out: The directory of all runs and the report. Unset, one is made under runs/.
     jobs: How many runs at once. Unset, one a core, as far as memory goes.
     set_: A value over the file's, as key=value. May be repeated.
-    stack_seeds: Train the clients of all seeds of a setting in common stacks, with engine = "vectorised" or "auto".
     tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
     quiet: No progress bar.
     """
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load, parse_grid
+    from fedstill.experiment.comparing.variants import new_folder, variants
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.overrides import parse_grid
 
     experiment = load(config, set_)
-    folder = out or compared.new_folder("compare")
-    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid), stack_seeds)
+    folder = out or new_folder("compare")
+    runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
 
 
@@ -65,13 +64,13 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
     """
     from importlib import resources
 
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load
+    from fedstill.experiment.comparing.variants import new_folder, variants
+    from fedstill.experiment.config.experiment import load
 
     with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
         experiment = load(path)
-    folder = out or compared.new_folder("demo")
-    runs = compared.variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
+    folder = out or new_folder("demo")
+    runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
     return carry_out(runs, folder, jobs, quiet=quiet)
 
 
@@ -108,10 +107,11 @@ def carry_out(
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
-    from fedstill.experiment import compare as compared
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.comparing.variants import with_starts
     from fedstill.report import terminal
 
-    rounds = sum(compared.rounds_of(v) for v in compared.with_starts(runs))
+    rounds = sum(v.settings.rounds for v in with_starts(runs))
     with terminal.CompareBar(rounds, quiet=quiet) as bar:
         outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show)
     screen = terminal.console()

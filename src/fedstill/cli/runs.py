@@ -10,8 +10,8 @@ import fedstill
 from fedstill.cli.app import Quiet, Settings, app, say
 
 if TYPE_CHECKING:
+    from fedstill.experiment.config.settings import Settings as ExperimentSettings
     from fedstill.experiment.explain import Cost
-    from fedstill.experiment.settings import Settings as ExperimentSettings
 
 DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
@@ -38,16 +38,16 @@ def run(
     federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
     quiet: No progress bar.
     """
-    from fedstill.experiment import runner
-    from fedstill.experiment.config import load
-    from fedstill.experiment.settings import settle
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settle import settle
+    from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
     experiment = load(config, set_)
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.run(experiment, out, watch=bar)
         except runner.Interrupted as stopped:
@@ -64,11 +64,11 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     directory: The run's directory.
     quiet: No progress bar.
     """
-    from fedstill.experiment import runner
+    from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
-    with Bar(settings["rounds"], settings["method"]["name"], quiet=quiet) as bar:
+    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.resume(directory, watch=bar)
         except runner.Interrupted as stopped:
@@ -87,9 +87,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     split: Read the data, and draw clients × classes.
     """
     from fedstill.experiment import explain as explained
-    from fedstill.experiment.config import load
-    from fedstill.experiment.prepare import prepare
-    from fedstill.experiment.settings import settle
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settle import settle
+    from fedstill.experiment.preparing.prepared import prepare
     from fedstill.report import catalogue, terminal
 
     settings = settle(load(config, set_))
@@ -143,11 +143,11 @@ def list_(
 
 def _sentences(settings: ExperimentSettings) -> dict[str, str]:
     """{dotted key: sentence} for the tables that name a registered thing."""
-    from fedstill.experiment.config import NAMED
+    from fedstill.experiment.config.named import NAMED
 
     out = {"topology.clients": "Clients in all."}
     for table, (key, _) in NAMED.items():
-        entry, _ = settings.named(table)
+        entry = getattr(settings.named, table).entry
         out |= {f"{table}.{key}": entry.summary, **{f"{table}.{k}": text for k, text in entry.sentences.items()}}
     return out
 

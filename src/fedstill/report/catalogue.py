@@ -57,14 +57,16 @@ def _about(entry: Entry) -> Iterator[tuple[str, str]]:
         for text in (text for texts in declared for text in texts.get(label, [])):
             yield label.lower(), text.replace("``", "").replace("; ", apart)
     if inspect.isclass(entry.target) and issubclass(entry.target, Method):
-        yield from _of_method(entry.target)
+        yield from _of_method(entry.target, entry)
     yield "code", f"{entry.target.__module__}.{getattr(entry.target, '__qualname__', '')}"
 
 
-def _of_method(method: type[Method]) -> Iterator[tuple[str, str]]:
+def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
+    whole = all(default is not ... for _, default in entry.fields.values())
+    needs = entry.build().requires() if whole else method.needs
     options = [f"{key} = {value(what)}" for key, what in method.schedule.items()]
     yield "topology", ", ".join([method.topology, *options])
-    yield "needs", ", ".join(sorted(method.needs)) or "nothing"
+    yield "needs", ", ".join(sorted(needs)) or "nothing"
     yield "permits", ", ".join(sorted(method.permits)) or "nothing"
     for stage, plan in method.plans.items():
         yield f"plan {stage}", _plan(plan)

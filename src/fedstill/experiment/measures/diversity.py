@@ -33,7 +33,7 @@ class Diversity(Measure):
         if len(locals_) < 2:
             return None
         start = seen.before.params
-        names = contract.trainable_names(room.spec)
+        names = sorted(contract.trainable_names(room.spec))  # sums in one order: a set's differs by process
         gradients = [_gradient(room, start, room.sites.view(c, seen.stage).data) for c in locals_]
         updates: list[Tensors] = [sub(only(start, names), only(params, names)) for params in locals_.values()]
         return {
