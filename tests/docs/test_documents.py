@@ -29,7 +29,7 @@ def test_a_method_is_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
         if title:
             (tmp_path / title).write_text(text)
     commands = [line[2:] for kind, _, text in found if kind == "console" for line in text.splitlines()]
-    assert len(commands) == 3
+    assert len(commands) == 4
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "fedstill"
