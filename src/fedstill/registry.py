@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
+from fedstill import docstrings
 from fedstill.errors import ConfigError, UnknownName
 
 HOMES = {
@@ -71,6 +72,11 @@ class Entry:
             default = ... if p.default is p.empty else p.default
             out[name] = (hints.get(name, Any), self.preset.get(name, default))
         return out
+
+    @property
+    def sentences(self) -> dict[str, str]:
+        """{name: sentence} of what a config may set, as far as sentences are written (see ``fedstill.docstrings``)."""
+        return {name: text.replace("``", "") for name, text in docstrings.sentences(self.target).items()}
 
     def build(self, *given: Any, **fields: Any) -> Any:
         """Call the target with what the library gives and what the config says, over this name's preset."""

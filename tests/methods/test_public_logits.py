@@ -19,8 +19,8 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.runner import run
-from fedstill.methods.hiper import HiPerFedKD
-from fedstill.methods.public_logits import Distil, Local
+from fedstill.methods.hiper_fedkd import HiPerFedKD
+from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.records import SERVER, Examples, State
 from fedstill.registry import method
 
@@ -103,7 +103,7 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
     z.requires_grad_()
     target = method.answers(z.detach().flip(0))
     step = SimpleNamespace(logits=lambda: z, y=torch.tensor([1, 0, 2]), index=torch.arange(3))
-    local = Local(method).terms(step, {"temperature": 0.01})["ce"]
+    local = TrainThenPredict(method).terms(step, {"temperature": 0.01})["ce"]
     distil = Distil(method).terms(step, {"target": target})["distil"]
     (slope,) = torch.autograd.grad((local + distil).sum(), z)
     assert local.isfinite().all()

@@ -75,6 +75,11 @@ def test_epsilon_is_dp_accountings_where_that_is_installed(multiplier: float) ->
     assert ours == pytest.approx(accounting.get_epsilon_gaussian(multiplier, 1e-5), rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.parametrize(("multiplier", "epsilon"), [(1e-9, 5e17), (1e-20, 5e39), (1e-200, math.inf)])
+def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(multiplier: float, epsilon: float) -> None:
+    assert gaussian_epsilon(multiplier, 1e-5) == pytest.approx(epsilon, rel=1e-6)
+
+
 def test_more_uploads_or_less_noise_cost_more_and_no_noise_has_no_bound() -> None:
     privacy = Privacy(clip=1.0, noise=5.0)
     costs = [privacy.epsilon(50, k) or 0.0 for k in (0, 1, 2, 10)]

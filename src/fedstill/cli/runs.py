@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from fedstill.cli.app import Quiet, Settings, app, say
 
 if TYPE_CHECKING:
+    from fedstill.experiment.config.settings import Settings as ExperimentSettings
     from fedstill.experiment.explain import Cost
     from fedstill.experiment.run_directory.result import Result
 
@@ -91,12 +92,13 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
-    from fedstill.report import terminal
+    from fedstill.report import catalogue, terminal
 
     settings = settle(load(config, set_))
     screen = terminal.console()
-    rows = [(key, _toml(value), origin) for key, value, origin in explained.values(settings)]
-    screen.print(terminal.table(["key", "value", "origin"], rows, words=3))
+    said = _sentences(settings)
+    rows = [(key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.values(settings)]
+    screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
     if split:
         prepared = prepare(settings)
         screen.print()
@@ -113,27 +115,43 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
 
 
 @app.command(name="list")
-def list_(kind: Literal["method", "dataset", "partition", "model", "topology", "measure"] | None = None) -> int:
-    """Show what there is: methods, datasets, partitions, models, topologies, measures; one line each.
+def list_(
+    kind: Literal["method", "dataset", "partition", "model", "topology", "measure"] | None = None,
+    name: str | None = None,
+) -> int:
+    """Show what there is: methods, datasets, partitions, models, topologies, measures.
 
     Parameters
     ----------
     kind: Only this kind, with the fields that a config may set.
+    name: Only this one, with all that is declared of it; a file of your own may be named, too.
     """
     from fedstill import registry
-    from fedstill.report import terminal
+    from fedstill.report import catalogue, terminal
 
     screen = terminal.console()
+    if kind and name:
+        screen.print(catalogue.card(registry.lookup(kind, name)))
+        return 0
     for one in [kind] if kind else list(registry.HOMES):
-        rows = []
-        for name in registry.names(one):
-            entry = registry.lookup(one, name)
-            fields = ", ".join(f"{k}={_toml(d)}" if d is not ... else k for k, (_, d) in entry.fields.items())
-            rows.append((name, entry.summary, *([fields] if kind else [])))
-        columns = [one, "what it is", *(["fields"] if kind else [])]
-        screen.print(terminal.table(columns, rows, words=3))
-        screen.print()
+        entries = [registry.lookup(one, n) for n in registry.names(one)]
+        if kind:
+            screen.print(*catalogue.overview(entries))
+        else:
+            screen.print(terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3))
+            screen.print()
     return 0
+
+
+def _sentences(settings: ExperimentSettings) -> dict[str, str]:
+    """{dotted key: sentence} for the tables that name a registered thing."""
+    from fedstill.experiment.config.named import NAMED
+
+    out = {"topology.clients": "Clients in all."}
+    for table, (key, _) in NAMED.items():
+        entry = getattr(settings.named, table).entry
+        out |= {f"{table}.{key}": entry.summary, **{f"{table}.{k}": text for k, text in entry.sentences.items()}}
+    return out
 
 
 def _explain_measures(costs: Sequence[Cost]) -> None:
@@ -169,11 +187,3 @@ def _show(result: Result) -> int:
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
     return 0
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (tuple, list)):
-        return "[" + ", ".join(_toml(v) for v in value) + "]"
-    return "unset" if value is None else f'"{value}"' if isinstance(value, str) else str(value)

@@ -6,6 +6,9 @@ the client's own by boosting several models. A baseline of Alballa et al., "Quer
 Heterogeneous Learning Environments" (QKT), Table 2, for queries of one class. All else here is ours.
 Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken; ``samples`` examples
 of noise; ``participants`` as in naive KD.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model with its helper's parameters in it; vote.N = the weights (2,) of both models' votes.
+Memory: nothing.
 Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of equal ones the first.
 Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as the class asked for.
 The largest of every layer's weights, and of its biases, replace the client's in a copy of its model; running statistics
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -48,8 +51,11 @@ class CLUE(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     share: PositiveShare = 0.1
+    """Share of each layer's entries that is taken from the helper, at least one entry."""
     samples: Count = 20
+    """Examples of noise on which the peers' models are probed."""
     participants: CountOrZero = 0
+    """Clients that take part in one exchange, the one that asks included; 0 is all."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
@@ -73,8 +79,7 @@ class CLUE(LocalOnly):
         if stage.name == FIT:
             return super().fold(state, replies, stage, world)
         votes = {f"vote.{r.client}": r.up.tensor("vote") for r in replies}
-        learned = with_students(state, replies)
-        return replace(learned, extra=Payload({**learned.extra, **votes}))
+        return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         own, patched = fitted(state), state.extra.many("student")

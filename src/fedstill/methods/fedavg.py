@@ -2,6 +2,8 @@
 
 Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data" (2017), Algorithm 1;
 training settings from Lee et al., "Preservation of the Global Knowledge by Not-True Distillation" (2022), appendix B.3.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: FedNTD's section 4.1 says an initial learning rate of 0.1, its appendix and code 0.01; we take 0.01.
 Reading: eq. 2 weighs clients by size, Algorithm 1 prints the uniform mean; ``aggregation`` chooses, by size as it is.
 """
@@ -30,6 +32,7 @@ class FedAvg(Method):
     permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
 
     aggregation: Weighting = "examples"
+    """How clients are weighed in the mean: by their numbers of examples, or all alike."""
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         return state.next(params=weighted_mean(replies, weighting=self.aggregation))

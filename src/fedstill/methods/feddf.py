@@ -3,6 +3,8 @@
 Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020), Algorithm 1 with its
 AvgLogits: the target is the softmax of the plain mean of the sampled clients' logits.
 Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as here).
+State: the global parameters; model.N = what client N sent in this round, until the server has distilled.
+Memory: nothing.
 Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000 without gain on held-out
 labelled images; 10,000 steps are 25 passes over its 50,000 public images. Here the server has no labelled images, and
 makes a fixed number of passes, 25 as it is; ``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
@@ -13,7 +15,7 @@ Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -45,6 +47,7 @@ class FedDF(FedAvg):
     }
 
     temperature: Positive = 1.0
+    """Temperature of the server's distillation (tau)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if stages[0].hop:
@@ -65,7 +68,7 @@ class FedDF(FedAvg):
             return state.without("model.").next(params=replies[0].up.params)
         averaged = super().fold(state.without("model."), replies, stage, world)
         models = many("model", {r.client: r.up.params for r in replies})
-        return replace(averaged, extra=Payload({**averaged.extra, **models}))
+        return averaged.next(groups=models)
 
 
 @dataclass(frozen=True)

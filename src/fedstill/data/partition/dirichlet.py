@@ -37,9 +37,16 @@ def dirichlet(
 ) -> Parts:
     """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size`` examples.
 
-    labels: (n,) class ids; alpha: > 0, small is skewed. Every example is used. ``stream="official"`` draws what
-    FedNTD's code draws from the same seed; ``"fast"`` draws sizes first and shuffles once, with another stream.
-    Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few examples.
+    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few
+    examples.
+
+    labels: Class ids (n,).
+    alpha: How even the shares are; small is skewed.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    min_size: Examples that each client gets at least.
+    max_tries: Draws after which it gives up.
+    stream: The draws of FedNTD's code ("official"), or sizes first and one shuffle, which is quicker ("fast").
+
     Source: FedNTD, "LDA"; the same routine is in FedSeq, MOON, NIID-Bench and PFNM.
     Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes' balance rule).
     """

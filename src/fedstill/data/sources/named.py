@@ -60,6 +60,8 @@ def cinic10(folder: Folder = None) -> Dataset:
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
     """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very uneven classes; a fifth held out for the test.
 
+    size: Height and width of an image.
+
     Reading: there is no official split for this use, and SFedKD does not say the image size.
     """
     return load_known(replace(catalog.HAM10000, shape=(3, size, size)), folder, size)

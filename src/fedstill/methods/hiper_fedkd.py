@@ -6,6 +6,10 @@ Algorithm 1 and section 3, with the author's notebooks, which made the printed n
 z-scored logits too); ``hiper_fedkd`` (Improvement 2.1: exponential temperatures).
 Symbols: s_k = heterogeneity score; T_k = temperature of client k's cross-entropy; T = ``temperature`` (distillation);
 k = ``decay``; P = the public set.
+State: the parameters of the server's model; subset = positions (P,) of the round's public images, where ``subset`` asks
+for fewer than all; target = the consensus on these, (P, C), until the clients have learned from it; labels = the
+census's label counts (clients, C), where temperatures are personal.
+Memory: params = the client's own model.
 Reading: the abstract and section 2.1.1 let the server's model teach the clients; Algorithm 1 and the notebook teach
 clients and server alike by the mean of the clients' logits, as here. That mean is not standardised again.
 Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; we keep it.
@@ -27,7 +31,7 @@ from fedstill.errors import ConfigError
 from fedstill.fields import NonNegative, Positive, PositiveShare
 from fedstill.labels import client_temperature, heterogeneity_score, proportions
 from fedstill.losses import kd, standardize
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, PublicLogits
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan, State
 from fedstill.registry import method
 
@@ -48,7 +52,7 @@ PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
 @method("hiper_standardised", about="Improvement 2: linear temperatures, standardised logits.", temperatures="linear")
 @method("hiper_fedkd")
 @dataclass(frozen=True)
-class HiPerFedKD(PublicLogits):
+class HiPerFedKD(LogitExchange):
     """Learn from the mean of standardised logits, after local training at personal temperatures."""
 
     plans: ClassVar[dict[str, Plan]] = {
@@ -58,12 +62,19 @@ class HiPerFedKD(PublicLogits):
     }
 
     temperatures: Literal["off", "linear", "exponential"] = "exponential"
+    """How a client's temperature falls with its heterogeneity; off, it is 1."""
     z_score: bool = True
+    """Whether logits are standardised over the classes."""
     temperature: Positive = 3.0
+    """Temperature of the distillation (T)."""
     decay: NonNegative = 3.0
+    """How fast exponential temperatures fall with heterogeneity (k)."""
     low: PositiveShare = 0.01
+    """Lowest temperature of a client's cross-entropy."""
     high: PositiveShare = 0.99
+    """Highest temperature of a client's cross-entropy."""
     count_absent: bool = False
+    """Whether classes that a client lacks count in its heterogeneity."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,11 @@ Source: Zhang et al., "Confidence-Aware Multi-Teacher Knowledge Distillation" (2
 plain average and Kwon et al., "Adaptive Knowledge Distillation Based on Entropy" (2020); on FedSeq as in Xu et al.,
 "SFedKD". Teachers are chosen as in SFedKD.
 Symbols: K = ``k``; a = ``weight``; tau = ``temperature``; b = ``feature_weight``.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their order; snapshot.N =
+the model that client N of these ended with; teacher.N = the model of client N, which teaches in this round; labels =
+the census's label counts (clients, C), if teachers are chosen by them; fewer = true once fewer models than K could
+teach.
+Memory: nothing.
 Reading: EBKD and CA-MKD divide by K once more, though their weights sum to K - 1 and to 1: CA-MKD is K times weaker
 than AVER at equal a. Kept as in the code.
 Reading: with one teacher the code's weights are 0 (EBKD) or 0/0 (CA-MKD); here it is plain distillation.
@@ -35,7 +40,9 @@ class Averaged(TaughtByLastRound):
     """The server's half of the three; what differs is the weight of a teacher on an example."""
 
     weight: NonNegative = 1.0
+    """Weight of the distillation from the teachers (a)."""
     temperature: Positive = 4.0
+    """Temperature of the distillation (tau)."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Several(self)
@@ -69,6 +76,7 @@ class CAMKD(Averaged):
     """Sequential training with several teachers, on each example those that know its label before the others."""
 
     feature_weight: NonNegative = 0.0
+    """Weight of the squared error of features (b); 0 leaves it out."""
 
     def requires(self) -> frozenset[str]:
         return super().requires() | ({"features"} if self.feature_weight > 0 else set())
