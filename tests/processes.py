@@ -71,7 +71,7 @@ class Deployment:
     def kill(self, name: str, what: signal.Signals = signal.SIGKILL) -> None:
         """Kill a process of ours and all below it."""
         process = self.processes.pop(name)
-        for pid in [*descendants(process.pid), process.pid]:
+        for pid in [*(below.pid for below in descendants(process.pid)), process.pid]:
             try:
                 os.kill(pid, what)
             except ProcessLookupError:

@@ -40,14 +40,14 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment
 
 def works(deployment: Deployment, name: str) -> list[int]:
     """The processes that train for a client, if any."""
-    found = []
-    for pid in descendants(deployment.processes[name].pid):
+    training = []
+    for below in descendants(deployment.processes[name].pid):
         try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            command = Path(f"/proc/{below.pid}/cmdline").read_bytes()
         except OSError:
             continue
-        found += [pid] if b"flwr-clientapp" in command else []
-    return found
+        training += [below.pid] if b"flwr-clientapp" in command else []
+    return training
 
 
 def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_used_again(

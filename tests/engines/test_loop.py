@@ -74,6 +74,27 @@ def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
     assert all(torch.equal(before[k], v) for k, v in prepared.world.initial(0).items())
 
 
+def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared) -> None:
+    """With steps too small to move anything, whatever the batches: a short last one counts by its examples."""
+    view, start = prepared.sites.view(0, STAGE), prepared.world.initial(0)
+    logits = contract.predictor(view.model, start)(prepared.sites.inputs.plain(view.data.images))
+    expected = torch.nn.functional.cross_entropy(logits, view.data.labels).item()
+    for batch in (1, 7, 1000):
+        assert len(view.data) % 7
+        result = trained(prepared, Plan(epochs=2, batch=batch, lr=1e-30))
+        assert result.losses == {"ce": pytest.approx(expected, rel=1e-5)}, "float32 sums of some tens of numbers"
+
+
+def test_each_epochs_parameters_are_those_of_a_shorter_training(prepared: Prepared) -> None:
+    view, start = prepared.sites.view(0, STAGE), Carry(prepared.world.initial(0))
+    plan = Plan(epochs=3, batch=7, lr=0.05, momentum=0.9)
+    result = train(ClientWork(), start, plan, STAGE, view, prepared.sites.inputs, seed=7, by_epoch=True)
+    for epochs, params in enumerate(result.by_epoch, 1):
+        shorter = trained(prepared, replace(plan, epochs=epochs)).params
+        assert all(torch.equal(params[k], shorter[k]) for k in shorter)
+    assert len(result.by_epoch) == 3
+
+
 def test_steps_count_batches_over_several_epochs(prepared: Prepared) -> None:
     assert trained(prepared, Plan(steps=23, batch=10, lr=0.1)).ran.steps == 23
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,14 @@ class Dataset:
         """(C, H, W) of every image."""
         channels, height, width = self.train.images.shape[1:]
         return channels, height, width
+
+
+def examples_digest(examples: Examples) -> str:
+    """The SHA-256 of images and labels, the same on whatever device they are."""
+    sum_ = hashlib.sha256(f"{tuple(examples.images.shape)} {examples.images.dtype}".encode())
+    for tensor in (examples.images, examples.labels):
+        sum_.update(tensor.cpu().contiguous().numpy().tobytes())
+    return sum_.hexdigest()
 
 
 def stratified(labels: torch.Tensor, size: int, seed: int) -> torch.Tensor:

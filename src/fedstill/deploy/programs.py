@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -24,6 +24,9 @@ from fedstill.deploy.folder import Federation, Membership, is_loopback
 from fedstill.engines.flower.messages import QUIET, require_flower
 from fedstill.errors import ConfigError, DeployFailed
 from fedstill.files import make_folder, write_whole
+
+if TYPE_CHECKING:
+    import psutil
 
 LINK = "fedstill"
 """The name that a federation's server has in Flower's own settings."""
@@ -189,16 +192,18 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
 
     Flower's server detaches what it starts, so that its group alone is not enough.
     """
-    below = descendants(process.pid)
+    import psutil
+
+    below = descendants(process.pid)  # before anything ends: of a process that has, nobody knows what it started
     _signal_group(process.pid, signal.SIGTERM)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         below += descendants(process.pid)
     _signal_group(process.pid, signal.SIGKILL)
-    for pid in below:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for one in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
     process.wait()
 
 
@@ -207,19 +212,14 @@ def _signal_group(pid: int, what: signal.Signals) -> None:
         os.killpg(pid, what)
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    children: dict[int, list[int]] = {}
-    for line in listed.splitlines():
-        child, parent = map(int, line.split())
-        children.setdefault(parent, []).append(child)
-    found, left = [], [pid]
-    while left:
-        more = children.get(left.pop(), [])
-        found += more
-        left += more
-    return found
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that a process has started, and those that they have; none if it has ended."""
+    import psutil
+
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(pid).children(recursive=True)
+    return below
 
 
 def wait_for_port(federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS) -> None:

@@ -11,13 +11,13 @@ from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import decode, encode
 
-Index = Mapping[int, tuple[str, str]]
-"""Which file, with which SHA-256, holds what a client remembers."""
-
 
 @dataclass
 class Memory:
-    """The memories of all clients, in a folder, or in this process if there is none."""
+    """The memories of all clients, in a folder, or in this process if there is none.
+
+    ``index``: which file, with which SHA-256, holds what a client remembers.
+    """
 
     folder: Path | None = None
     index: dict[int, tuple[str, str]] = field(default_factory=dict)

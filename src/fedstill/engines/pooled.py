@@ -35,7 +35,7 @@ class PooledEngine(SerialEngine):
 
     workers: int = field(default_factory=workers)
     light: float = field(default_factory=lambda: LIGHT)
-    _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
+    _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)  # no copy shares it
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""

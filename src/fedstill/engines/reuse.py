@@ -25,9 +25,10 @@ import torch
 from filelock import FileLock
 
 from fedstill import registry
+from fedstill.data.examples import examples_digest
 from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, make_folder, write_whole
-from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
+from fedstill.records import Payload, Plan, Reply, Stage, View
 from fedstill.wire.codec import decode, encode
 from fedstill.work import ClientWork
 
@@ -58,11 +59,11 @@ class KeptReplies:
             log.warning("replies are not kept: %s", error)
             return make()
         with FileLock(self.folder / "locks" / key):
-            found = _read(path)
-            if found is not None:
+            kept = _read(path)
+            if kept is not None:
                 with contextlib.suppress(OSError):
                     os.utime(path)
-                return replace(found, round=stage.round, stage=stage.index)
+                return replace(kept, round=stage.round, stage=stage.index)
             made = make()
             with contextlib.suppress(DiskFull, BadPayload):
                 write_whole(path, _sealed(made))
@@ -71,13 +72,13 @@ class KeptReplies:
 
     def _make_room(self) -> None:
         """Delete what was not used for longest until the rest is small enough."""
-        found = []
+        files = []
         for path in self.folder.glob("*.reply"):
             with contextlib.suppress(OSError):  # another process may have deleted it
                 about = path.stat()
-                found.append((about.st_mtime_ns, about.st_size, path))
-        total = sum(size for _, size, _ in found)
-        for _, size, path in sorted(found):
+                files.append((about.st_mtime_ns, about.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
             if total <= self.most:
                 return
             with contextlib.suppress(OSError):
@@ -94,22 +95,13 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
         "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
+        "device": str(view.data.images.device),
         "more": [str(m) for m in more],
     }
     sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     sum_.update(encode(sent))
     for examples in (view.data, view.validation, view.public):
-        sum_.update(examples_digest(examples).encode())
-    return sum_.hexdigest()
-
-
-def examples_digest(examples: Examples | None) -> str:
-    """The SHA-256 of images and labels; empty for none."""
-    if examples is None:
-        return ""
-    sum_ = hashlib.sha256(f"{tuple(examples.images.shape)} {examples.images.dtype} {examples.images.device}".encode())
-    for tensor in (examples.images, examples.labels):
-        sum_.update(tensor.cpu().contiguous().numpy().tobytes())
+        sum_.update(examples_digest(examples).encode() if examples is not None else b"none")
     return sum_.hexdigest()
 
 

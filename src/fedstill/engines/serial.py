@@ -10,13 +10,14 @@ from typing import Protocol
 
 import torch
 
+from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
-from fedstill.engines.reuse import KeptReplies, class_identity, examples_digest, key_of
+from fedstill.engines.reuse import KeptReplies, class_identity, key_of
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.files import digest
 from fedstill.keys import seed_for
@@ -65,7 +66,8 @@ class SerialEngine:
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
     run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
     models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
-    stages that allow it. ``privacy``: what is done to logits before they leave a client.
+    stages that allow it. ``privacy``: what is done to logits before they leave a client. ``dataclasses.replace`` gives
+    an engine that differs in some of this and has threads of its own; the memory is the same one.
     """
 
     world: World
@@ -116,7 +118,7 @@ class SerialEngine:
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
-        measured = (taken, examples_digest(test)) if self.measures.due(stage) else ()
+        measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
         more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ class Stack:
         each = examples_by_client(carries, views, how.stage)
         self.device = each[0].images.device
         self.start = StackedCarry.of(carries, self.device)
+        self._alike = shared(parts(self.start.axes))
         # What trains has an axis of its own for every client, even where all start from the same tensors.
         self.params = {k: v.detach().to(self.device) for k, v in trees.stack([c.params for c in carries]).items()}
         self.trace: Tensors = {k: v.to(self.device) for k, v in trees.stack([c.trace for c in carries]).items()}
@@ -93,6 +95,8 @@ class Stack:
         def one(start: dict[str, Any], *own: Any) -> T:
             return run(Carry(**start), *own)
 
+        if self._alike:  # vmap need not look through it in every step
+            return torch.func.vmap(functools.partial(run, self.start.carry))(*values)
         in_dims = (parts(self.start.axes), *(0 for _ in values))
         return torch.func.vmap(one, in_dims=in_dims)(parts(self.start.carry), *values)
 

@@ -51,11 +51,11 @@ def shared(axes: Any) -> bool:
 class Structures:
     """What clients must share to be stacked: equal for two clients if their tensors fit on each other.
 
-    What was sent to many is looked at once. It lives no longer than what it was asked about, which it knows by id.
+    What was sent to many is looked at once: it is known by its id, and kept, so that no other has that id.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, Any] = {}
+        self._known: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
     def of(self, carry: Carry, view: View) -> Any:
         """A client's."""
@@ -66,8 +66,8 @@ class Structures:
             return value.shape, value.dtype
         if isinstance(value, Mapping):
             if id(value) not in self._known:
-                self._known[id(value)] = tuple((k, self._of(value[k])) for k in sorted(value))
-            return self._known[id(value)]
+                self._known[id(value)] = value, tuple((k, self._of(value[k])) for k in sorted(value))
+            return self._known[id(value)][1]
         if isinstance(value, tuple):
             return tuple(map(self._of, value))
         if isinstance(value, (bool, int, float)):

@@ -104,11 +104,11 @@ class Fleet:
         waiting = set(self._asked.values())
         if set(calls) - {self.clients.get(n) for n in online}:
             self._introduce([n for n in online if n not in self.clients and n not in waiting], end)
-        found: dict[int, list[int]] = {}
+        by_client: dict[int, list[int]] = {}
         for node in online:
             if node in self.clients:
-                found.setdefault(self.clients[node], []).append(node)
-        return found
+                by_client.setdefault(self.clients[node], []).append(node)
+        return by_client
 
     def _introduce(self, nodes: Sequence[int], end: float) -> None:
         from flwr.app import ConfigRecord, Message, RecordDict

@@ -30,8 +30,8 @@ class FlowerEngine:
     here: SerialEngine
     fleet: Asks
     request: Callable[..., Request]
-    _held: dict[int, Version | None] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def memory(self) -> Memory:

@@ -58,10 +58,10 @@ def header_and_payload(records: RecordDict, limit: int) -> tuple[str, Payload]:
     size = sum(len(array.data) for array in groups.values())
     if size > limit:
         raise BadPayload(f"the message has {size} bytes, over the limit of {limit}")
-    found: dict[str, object] = {}
+    payload: dict[str, object] = {}
     for key in sorted(groups):
         one = decode(groups[key].data, limit)
-        if len(one) != 1 or set(one) & set(found):
+        if len(one) != 1 or set(one) & set(payload):
             raise BadPayload(f"array {key[:20]!r} does not hold one group of its own")
-        found.update(one)
-    return text, Payload(found)  # type: ignore[arg-type]
+        payload.update(one)
+    return text, Payload(payload)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.data.examples import Dataset
+from fedstill.data.examples import Dataset, examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.errors import Refused
 from fedstill.experiment.config.settings import Settings
@@ -38,7 +37,7 @@ class Facts:
         """What the server knows, and every site must share."""
         data, public = prepared.dataset, prepared.sites.public
         shape = tuple(data.train.images.shape[1:])
-        return Facts(data.classes, shape, data.mean, data.std, digest_of(public) if public is not None else "")
+        return Facts(data.classes, shape, data.mean, data.std, examples_digest(public) if public is not None else "")
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Facts:
@@ -89,14 +88,6 @@ def public_of(settings: Settings, copy: str, facts: Facts) -> Examples | None:
     public = copied(settings, copy, facts.shape, len(facts.classes), facts.mean, facts.std)
     if public is None:
         raise Refused("the run has a public set: set public, your copy of it, in this site's site.toml")
-    if digest_of(public) != facts.public:
+    if examples_digest(public) != facts.public:
         raise Refused("the public set at this site is not the server's: copy the server's folder again")
     return public
-
-
-def digest_of(examples: Examples) -> str:
-    """SHA-256 of images and labels."""
-    hashed = hashlib.sha256(repr((tuple(examples.images.shape), str(examples.images.dtype))).encode())
-    for tensor in (examples.images, examples.labels):
-        hashed.update(tensor.cpu().contiguous().numpy().tobytes())
-    return hashed.hexdigest()

@@ -1,0 +1,249 @@
+"""A stack of clients: each is what it would be alone, in float64, whatever it shares with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.data.inputs import Inputs
+from fedstill.engines import frozen
+from fedstill.engines.how import How
+from fedstill.engines.loop import Trained, train, train_stack
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.stack import Stack
+from fedstill.engines.stacked_carry import StackedCarry, Structures
+from fedstill.losses import cross_entropy, kd
+from fedstill.models import contract
+from fedstill.records import Carry, Examples, Plan, Stage, Step, Tensors, View
+from fedstill.work import ClientWork
+
+SIZES = (3, 20, 7, 1)
+STAGE = Stage(2, 1, "train", tuple(range(len(SIZES))))
+STUDENT = contract.spec_for("digits_cnn", (1, 8, 8), 5, {})
+OTHER = contract.spec_for("mlp", (1, 8, 8), 5, {"hidden": (6,)})
+PLAN = Plan(epochs=2, batch=6, lr=0.05, momentum=0.9, weight_decay=1e-3)
+NEAR = 1e-9
+"""What float64 may lose in some steps, where float32 would lose 1e-6."""
+
+
+class Doubled(Inputs):
+    """Inputs in float64, be they augmented or not."""
+
+    def plain(self, images: Tensor) -> Tensor:
+        return super().plain(images).double()
+
+    def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        return super().trained_on(images, generator).double()
+
+
+STILL = Doubled((0.5,), (0.3,))
+MOVING = Doubled((0.5,), (0.3,), ("flip", "crop"))
+
+
+def doubles(params: Tensors) -> Tensors:
+    return {k: v.double() for k, v in params.items()}
+
+
+def view_of(client: int, size: int, public: Examples | None = None) -> View:
+    draw = torch.Generator().manual_seed(client)
+    labels = torch.randint(5, (size,), generator=draw)
+    images = torch.randint(256, (size, 1, 8, 8), dtype=torch.uint8, generator=draw)
+    counts = torch.bincount(labels, minlength=5)
+    return View(client, STUDENT, Examples(images, labels), counts, public, None, None, ModelPasses(STUDENT, STILL))
+
+
+VIEWS = [view_of(client, size) for client, size in enumerate(SIZES)]
+START = doubles(contract.initial(STUDENT, 0))
+TEACHER = doubles(contract.initial(STUDENT, 1))
+
+
+def carries(how: str) -> list[Carry]:
+    """What clients start with: ``shared``: all the same objects; ``own``: everything of one's own."""
+    if how == "shared":
+        constants = {"weight": 0.5, "anchor": START}
+        return [Carry(START, {"t": TEACHER}, trees.zeros_like(START), constants) for _ in SIZES]
+    each = []
+    for client in range(len(SIZES)):
+        own = doubles(contract.initial(STUDENT, 10 + client))
+        teachers = {"t": doubles(contract.initial(STUDENT, 20 + client)), "other": other(client), "all": TEACHER}
+        each.append(Carry(own, teachers, trees.zeros_like(own), {"weight": 0.1 * client, "anchor": own}))
+    return each
+
+
+def other(client: int) -> tuple[Any, Tensors]:
+    """A teacher of another architecture."""
+    return OTHER, doubles(contract.initial(OTHER, 30 + client))
+
+
+@dataclass(frozen=True)
+class Everything(ClientWork):
+    """Each part of a carry has a say: teachers, trace, constants; so have gradients and steps."""
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        terms = {"ce": cross_entropy(step.logits(), step.y)}
+        for name in carry.teachers:
+            terms[name] = carry["weight"] * kd(step.logits(), step.teacher(name), 2.0)
+        far = sum((step.params[k] - v).square().sum() for k, v in carry["anchor"].items())
+        return {**terms, "far": 0.01 * far, "late": (step.epoch > 0) * cross_entropy(step.logits(), step.y)}
+
+    def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
+        return {k: g + 0.01 * carry["weight"] * carry["anchor"][k] for k, g in grads.items()}
+
+    def settle(
+        self, before: Tensors, grads: Tensors, after: Tensors, trace: Tensors, carry: Carry
+    ) -> tuple[Tensors, Tensors]:
+        return after, {k: trace[k] + (grads[k] * (after[k] - before[k])).abs() for k in trace}
+
+
+def check(starts: Sequence[Carry], views: Sequence[View], how: How, work: ClientWork | None = None) -> list[Trained]:
+    """That a stack is each client alone; what it gave."""
+    work = work or Everything()
+    together = train_stack(work, starts, views, how)
+    for carry, view, ours in zip(starts, views, together, strict=True):
+        alone = train(work, carry, how.plan, how.stage, view, how.inputs, how.seed, how.precision, how.by_epoch)
+        near(ours.params, alone.params)
+        near(ours.ran.trace, alone.ran.trace)
+        assert ours.losses == pytest.approx(alone.losses, abs=NEAR)
+        assert (ours.ran.steps, ours.ran.lr, ours.epochs) == (alone.ran.steps, alone.ran.lr, alone.epochs)
+        assert len(ours.by_epoch) == len(alone.by_epoch)
+        for mine, its in zip(ours.by_epoch, alone.by_epoch, strict=True):
+            near(mine, its)
+    return together
+
+
+def near(ours: Tensors, alone: Tensors) -> None:
+    assert list(ours) == list(alone)
+    for name in alone:
+        torch.testing.assert_close(ours[name], alone[name], rtol=0, atol=NEAR)
+
+
+@pytest.mark.parametrize("inputs", [STILL, MOVING], ids=["still", "moving"])
+@pytest.mark.parametrize("what", ["shared", "own"])
+@pytest.mark.parametrize(
+    "plan",
+    [PLAN, replace(PLAN, clip_norm=0.1), replace(PLAN, steps=5), Plan(epochs=1, batch=50, optimiser="adam", lr=0.01)],
+    ids=["epochs", "clipped", "steps", "adam"],
+)
+def test_a_stack_is_each_client_alone(what: str, plan: Plan, inputs: Inputs) -> None:
+    trained = check(carries(what), VIEWS, How(plan, STAGE, inputs, 7))
+    assert all((t.params["body.0.weight"] != START["body.0.weight"]).any() for t in trained)
+
+
+def test_clipping_is_by_each_clients_own_norm() -> None:
+    """A client with gradients far above the bound does not shrink those of one below it."""
+    work, plan = ClientWork(), Plan(epochs=1, batch=50, lr=1.0, clip_norm=10.0)
+    wild = {k: 30 * v for k, v in START.items()}
+    calm, clipped = check([Carry(START), Carry(wild)], VIEWS[:2], How(plan, STAGE, STILL, 7), work)
+    free = train(work, Carry(START), replace(plan, clip_norm=0.0), STAGE, VIEWS[0], STILL, 7)
+    moved = trees.norm(trees.sub(clipped.params, wild))
+    assert moved == pytest.approx(10.0, rel=1e-6), "one step of length lr × clip_norm"
+    assert trees.norm(trees.sub(calm.params, START)) < 10
+    near(calm.params, free.params)
+
+
+def test_clients_on_common_public_data_are_each_alone() -> None:
+    public = view_of(9, 17).data
+    stage = replace(STAGE, view="public")
+    views = [replace(view, public=public) for view in VIEWS]
+    for only in (None, torch.tensor([1, 5, 6, 7, 16])):
+        starts = [replace(c, only=only) for c in carries("own")]
+        check(starts, views, How(PLAN, stage, STILL, 7))
+    own = [replace(c, only=torch.arange(k + 1)) for k, c in enumerate(carries("own"))]
+    check(own, views, How(PLAN, stage, STILL, 7))
+
+
+def test_each_epochs_parameters_are_kept_for_each_client() -> None:
+    trained = check(carries("own"), VIEWS, How(PLAN, STAGE, STILL, 7, by_epoch=True))
+    assert [len(t.by_epoch) for t in trained] == [2, 2, 2, 2]
+
+
+def test_no_epochs_train_nothing() -> None:
+    for trained in check(carries("shared"), VIEWS, How(Plan(epochs=0), STAGE, STILL, 7)):
+        near(trained.params, START)
+
+
+def test_a_short_batch_is_padded_with_what_has_no_weight() -> None:
+    stack = Stack(carries("shared"), VIEWS, How(PLAN, STAGE, STILL, 7))
+    seen = [list[int]() for _ in SIZES]
+    for batch in stack.batches():
+        images, labels = stack.inputs(batch)
+        assert images.shape[:2] == labels.shape == batch.index.shape == (len(SIZES), 6)
+        assert batch.mask is not None
+        for k, n in enumerate(batch.counts):
+            weights = [1.0] * n + [0.0] * (6 - n) if n else [1.0] * 6  # one that has finished is put back
+            assert batch.mask[k].tolist() == weights
+            assert labels[k].tolist() == VIEWS[k].data.labels[batch.index[k]].tolist()
+            seen[k] += batch.index[k, :n].tolist()
+    assert [sorted(s) for s in seen] == [sorted([*range(n), *range(n)]) for n in SIZES]
+
+
+@pytest.mark.parametrize(("what", "expected"), [("shared", [31]), ("own", [3, 20, 7, 1])])
+def test_a_teacher_that_all_share_is_run_once_over_the_data_and_an_own_one_on_its_clients(
+    what: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teachers = [carry.teachers["t"] for carry in carries(what)]
+    plainly = [ModelPasses(STUDENT, STILL).logits(t, v.data) for t, v in zip(teachers, VIEWS, strict=True)]
+    passes: list[int] = []
+    forward = contract.forward
+
+    def counted(module: Any, params: Tensors, x: Tensor) -> Tensor:
+        passes.append(len(x))
+        return forward(module, params, x)
+
+    monkeypatch.setattr(contract, "forward", counted)
+    stack = Stack(carries(what), VIEWS, How(PLAN, STAGE, STILL, 7))
+    table = stack.tables("t", "logits")
+    assert table is not None
+    assert table is stack.tables("t", "logits"), "made once"
+    assert passes == expected
+    torch.testing.assert_close(table, torch.cat(plainly), rtol=0, atol=NEAR)
+
+
+def test_what_all_clients_share_is_not_copied_and_each_finds_its_own_again() -> None:
+    starts = carries("own")
+    stacked = StackedCarry.of(starts, torch.device("cpu"))
+    assert stacked.carry.teachers["all"]["body.0.weight"] is TEACHER["body.0.weight"]
+    assert stacked.axes.teachers["all"]["body.0.weight"] is None
+    assert stacked.carry.teachers["t"]["body.0.weight"].shape[0] == len(SIZES)
+    assert stacked.axes.teachers["t"]["body.0.weight"] == 0
+    for k, carry in enumerate(starts):
+        own = stacked.of_client(k)
+        near(own.params, carry.params)
+        assert own.teachers["other"][0] is OTHER
+        near(own.teachers["other"][1], carry.teachers["other"][1])
+        assert float(own["weight"]) == carry["weight"]
+
+
+def test_a_teacher_has_one_form_for_the_engines() -> None:
+    both = frozen.frozen_teachers({"same": TEACHER, "another": other(0)}, STUDENT)
+    assert (both["same"].spec, both["another"].spec) == (STUDENT, OTHER)
+    assert both["same"].params is TEACHER
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        ({}, {"params": {**START, "more": torch.zeros(1)}}),
+        ({}, {"params": {k: v.float() for k, v in START.items()}}),
+        ({"teachers": {"t": TEACHER}}, {"teachers": {}}),
+        ({"teachers": {"t": (STUDENT, TEACHER)}}, {"teachers": {"t": other(0)}}),
+        ({"constants": {"a": 1}}, {"constants": {"a": 1.0}}),
+        ({"constants": {"a": "x"}}, {"constants": {"a": "y"}}),
+        ({}, {"only": torch.arange(2)}),
+    ],
+    ids=["names", "types", "teachers", "architectures", "numbers", "words", "only"],
+)
+def test_clients_whose_tensors_do_not_fit_on_each_other_have_other_structures(
+    one: dict[str, Any], another: dict[str, Any]
+) -> None:
+    structures = Structures()
+    first, second = (structures.of(Carry(**{"params": START, **c}), VIEWS[0]) for c in (one, another))
+    assert first != second
+    like = {"params": {k: v + 1 for k, v in START.items()}, **one}
+    assert structures.of(Carry(**like), VIEWS[1]) == first, "values do not matter"
