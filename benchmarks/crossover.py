@@ -11,12 +11,12 @@ import time
 from contextlib import closing
 from typing import Any
 
-from fedstill.experiment.config.experiment.settle import settle
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workloads import Workload
 from fedstill.engines.serial import SerialEngine
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.engine_choice import stages
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload

@@ -50,9 +50,8 @@ def measured(what: Experiment) -> tuple[float, float, int]:
 
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
-    from fedstill.experiment.config.experiment.settle import settle
-
     from fedstill.engines.flower.loopback import LoopbackGrid
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.on_flower.carried import trial_app
 
     with tempfile.TemporaryDirectory() as folder:

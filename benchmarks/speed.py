@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 from benchmarks import peak
 from benchmarks.ours import Ours
@@ -27,6 +26,7 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.engines.cores import cores
 from fedstill.engines.precision import has_bfloat16
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER

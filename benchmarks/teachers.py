@@ -13,12 +13,11 @@ import argparse
 import time
 from dataclasses import replace
 
-from fedstill.experiment.config.experiment.settle import settle
-
 from benchmarks.ours import Ours
 from benchmarks.speed import spread
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.engines.cores import workers
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.report import terminal
 

@@ -27,7 +27,7 @@ from dataclasses import replace
 from benchmarks.ours import Ours
 from benchmarks.workloads import WORKLOADS
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.config.experiment.settle import settle
+from fedstill.experiment.config.settle import settle
 name, rounds = sys.argv[1], int(sys.argv[2])
 work = WORKLOADS[name]
 if name == "W2":

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.engines.flower.loopback import LoopbackGrid, parsed
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.carried import trial_app
 
 needs_flower = pytest.mark.skipif(

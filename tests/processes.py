@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.experiment.config.experiment.settle import settle
-
 import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.programs import descendants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import as_toml
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import run
 

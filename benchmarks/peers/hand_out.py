@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from benchmarks.peers.common import Task
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedstill.experiment.config.experiment.settle import settle
-
 from benchmarks.ours import Ours
 from benchmarks.peers import hand_out
 from benchmarks.peers.common import Rounds, Task, cores
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 
 

@@ -41,7 +41,7 @@ class Method:
 
     >>> import fedstill
     >>> from fedstill.data.sources import from_tensors
-    >>> from fedstill.experiment.config.experiment.settle import settle
+    >>> from fedstill.experiment.config.settle import settle
     >>> from fedstill.experiment.preparing.prepared import prepare
     >>> from fedstill.losses import proximal
     >>> @dataclass(frozen=True)

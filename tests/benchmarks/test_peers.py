@@ -15,8 +15,8 @@ from benchmarks.peers.common import Task
 from benchmarks.peers.entry import accuracy, distance
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS
-from fedstill.experiment.config.experiment.settle import settle
 
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER

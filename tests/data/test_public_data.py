@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from PIL import Image
 
 import toys
 from fedstill.errors import ConfigError, DataError
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.records import Examples

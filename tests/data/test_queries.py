@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.data.queries import check, draw
 from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 from fedstill.cli import call
 from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import FedstillError
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Measure, at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import prepare

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import fedstill
 import toys
@@ -18,6 +17,7 @@ from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site import Clerk, Site, load_site
 from fedstill.experiment.preparing.prepared import prepare

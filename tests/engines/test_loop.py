@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 from torch.func import functional_call
 
 import toys
 from fedstill.engines.loop import train
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.engines.cores import cores, lone_threads, workers
 from fedstill.engines.memory import Memory
 from fedstill.engines.pooled import LIGHT, PooledEngine
 from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.models import contract
 from fedstill.records import Carry, Payload, Stage, View, World

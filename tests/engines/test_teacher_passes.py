@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
 from fedstill.engines.frozen import FrozenModel, Teachers
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.models import contract

@@ -6,13 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned, dealt, words
 from fedstill.experiment.config.experiment import from_tree, load
 from fedstill.experiment.config.settings import as_toml
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import SERVER
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.boundaries import STEPS
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.checkpoint import Checkpoints

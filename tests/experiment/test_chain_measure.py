@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
 from fedstill.engines import serial
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import resume, run

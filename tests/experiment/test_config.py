@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.overrides import parse_overrides
-from fedstill.experiment.config.experiment.settle import settle
 
 from fedstill.experiment import explain
 from fedstill.experiment.config.experiment import Experiment, from_tree, load
+from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.settings import Settings, as_toml
+from fedstill.experiment.config.settle import settle
 from fedstill.methods.fedntd import FedNTD
 
 FULL = """

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from fedstill.experiment.config.experiment.settle import settle
 
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
 
 VALID: dict[str, Any] = {
     "seed": 3,

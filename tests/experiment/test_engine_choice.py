@@ -6,13 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.engines import cost
 from fedstill.engines.cost import Work, forward_flops, suited_engine
 from fedstill.experiment.comparing.compare import check_folder
 from fedstill.experiment.comparing.variants import variants
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import resume, run

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
@@ -17,6 +16,7 @@ from fedstill import registry
 from fedstill.cli import call
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import Setting, check_fit, measures
 from fedstill.experiment.measures.sphere import directions

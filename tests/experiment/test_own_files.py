@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.runner import run

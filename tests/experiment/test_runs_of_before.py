@@ -12,10 +12,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read
 from fedstill.experiment.running.runner import resume
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.comparing.compare import Outcome, _next
 from fedstill.experiment.comparing.variants import seeded, with_starts
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read
 from fedstill.experiment.running.runner import resume, run

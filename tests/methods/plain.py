@@ -12,12 +12,12 @@ from typing import Literal
 
 import numpy as np
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor, nn
 
 import toys
 from fedstill.engines.memory import Memory
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.method import run_census, run_round

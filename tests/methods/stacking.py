@@ -9,12 +9,12 @@ from typing import Any
 
 import plain
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
 from fedstill import registry
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
 from fedstill.records import Examples, Reply, State

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor, nn
 
 import toys
 from fedstill import trees
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for

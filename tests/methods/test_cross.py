@@ -61,8 +61,7 @@ def test_it_runs_and_resumes_to_the_same_bits_or_is_refused_by_name(name: str, t
 @pytest.mark.parametrize("name", METHODS)
 def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
     """The table of the documents: who runs on a chain, and who side by side."""
-    from fedstill.experiment.config.experiment.settle import settle
-
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
 
     def refused(topology: str) -> str:

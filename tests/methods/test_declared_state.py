@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 from test_every_method import METHODS, experiment
 
 import toys
 from fedstill import docstrings, registry
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.method import run_census, run_round
 

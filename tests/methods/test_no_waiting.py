@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import stacking
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +17,7 @@ from fedstill import registry
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import _Training
 from fedstill.engines.passes import correct_by_class
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import Examples
 

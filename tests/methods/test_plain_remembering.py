@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from plain import (
     PLAN,
     Federation,
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.data.partition import public_split
 from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import stacking
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
@@ -16,6 +15,7 @@ from fedstill.engines import precision
 from fedstill.engines.loop import train
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import run

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from plain import drive, ready_for
 from torch import Tensor
 
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.runner import run

@@ -8,13 +8,13 @@ import functools
 import plain
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from plain import Federation, Params, ce, drive
 from stacking import in_double
 from torch import Tensor, nn
 
 import toys
 from fedstill.data.examples import Dataset
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.records import Tensors

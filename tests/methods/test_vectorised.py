@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import stacking
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 from torch import Tensor
 
 import toys
@@ -16,6 +15,7 @@ from fedstill import registry
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
 from fedstill.errors import ConfigError
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Payload, Stage, Step, View, World

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.cli import call
 from fedstill.engines.passes import ModelPasses
 from fedstill.experiment.comparing import recipes
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read
 from fedstill.experiment.running.runner import run

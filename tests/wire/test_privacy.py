@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fedstill.experiment.config.experiment.settle import settle
 
 import toys
 from fedstill.errors import ConfigError
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload

@@ -28,7 +28,7 @@ def query(
     set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """
     from fedstill.experiment.answering import ask, numbered
-    from fedstill.experiment.config.experiment.overrides import parse_overrides
+    from fedstill.experiment.config.overrides import parse_overrides
     from fedstill.models.files import save_model
     from fedstill.report import answer, terminal
 

@@ -43,7 +43,7 @@ def compare(
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.experiment.overrides import parse_grid
+    from fedstill.experiment.config.overrides import parse_grid
 
     experiment = load(config, set_)
     folder = out or new_folder("compare")

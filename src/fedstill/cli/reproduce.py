@@ -45,7 +45,7 @@ def reproduce(
     quiet: No progress bar.
     """
     from fedstill.experiment.comparing import recipes
-    from fedstill.experiment.config.experiment.overrides import parse_overrides
+    from fedstill.experiment.config.overrides import parse_overrides
     from fedstill.report import reproduced, terminal
 
     screen = terminal.console()

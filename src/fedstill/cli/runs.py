@@ -39,7 +39,7 @@ def run(
     quiet: No progress bar.
     """
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.experiment.settle import settle
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
@@ -90,7 +90,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     """
     from fedstill.experiment import explain as explained
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.experiment.settle import settle
+    from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
     from fedstill.report import catalogue, terminal
 
@@ -145,7 +145,7 @@ def list_(
 
 def _sentences(settings: ExperimentSettings) -> dict[str, str]:
     """{dotted key: sentence} for the tables that name a registered thing."""
-    from fedstill.experiment.config.experiment.named import NAMED
+    from fedstill.experiment.config.named import NAMED
 
     out = {"topology.clients": "Clients in all."}
     for table, (key, _) in NAMED.items():

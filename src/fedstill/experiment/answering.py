@@ -15,7 +15,7 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.experiment.settle import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals

@@ -10,8 +10,8 @@ from typing import Any
 
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.experiment.settle import settle
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
 
 
 @dataclass(frozen=True)

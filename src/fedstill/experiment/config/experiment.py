@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config.experiment.named import NAMED
-from fedstill.experiment.config.experiment.overrides import parse_overrides
-from fedstill.experiment.config.experiment.tables import TopKeys
+from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.overrides import parse_overrides
+from fedstill.experiment.config.tables import TopKeys
 from fedstill.fields import shown
 from fedstill.method import Method
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.experiment.config.experiment.named import Named
-from fedstill.experiment.config.experiment.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.named import Named
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.fields import Count, as_table
 from fedstill.method import Method
 from fedstill.records import Plan

@@ -14,10 +14,10 @@ from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.experiment.named import NAMED, Named, read_named, resolved_name
-from fedstill.experiment.config.experiment.paths import resolved_data_name, whole_path
-from fedstill.experiment.config.experiment.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.named import NAMED, Named, read_named, resolved_name
+from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.settings import NamedTables, Settings
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
 from fedstill.fitting import FIT, FITTING

@@ -19,8 +19,8 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import Experiment, from_tree
-from fedstill.experiment.config.experiment.settle import settle
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of
 from fedstill.experiment.on_flower.simulated import simulate
