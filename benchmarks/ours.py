@@ -38,7 +38,7 @@ class Ours:
 
     def evaluate(self) -> float:
         """Seconds that 10,000 test images take."""
-        torch.set_num_threads(self.ready.settings.many_threads[1])
+        torch.set_num_threads(self.ready.settings.threads[1])
         (predict,) = self.ready.settings.method.predictors(self.state, self.ready.world).values()
         test = self.ready.sites.common_test
         began = time.perf_counter()
