@@ -16,6 +16,7 @@ from plain import (
     check_matters,
     drive,
     experiment,
+    in_double,
     ready_for,
 )
 from torch import Tensor, nn
@@ -140,7 +141,8 @@ def test_feddf_never_reads_a_public_label() -> None:
     ready, data = ready_for("feddf", **PUBLIC), toys.blobs()
     labels = data.train.labels.clone()
     labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
-    other = prepare(settle(experiment("feddf", **PUBLIC)), replace(data, train=Examples(data.train.images, labels)))
+    relabelled = replace(data, train=Examples(data.train.images, labels))
+    other = in_double(prepare(settle(experiment("feddf", **PUBLIC)), relabelled))
     assert ready.sites.public is not None
     assert other.sites.public is not None
     assert int(other.sites.public.labels.sum()) == 0 < int(ready.sites.public.labels.sum())

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from plain import Federation, Loss, Params, Sent, average, ce, check, check_matters, drive, minus, norm, ready_for
+from plain import NEAR, Federation, Loss, Params, Sent, average, ce, check, check_matters, drive, minus, norm, ready_for
 from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
@@ -176,7 +176,7 @@ def several(name: str, a: float, tau: float, b: float = 0.0) -> Objective:
 
 def confident(logits: list[Tensor], y: Tensor) -> Tensor:
     if len(logits) == 1:
-        return torch.ones(1, len(y))
+        return torch.ones(1, len(y)).double()
     cost = torch.stack([-at(t.softmax(1), y).log() for t in logits])
     return (1 - cost.softmax(0)) / (len(logits) - 1)
 
@@ -270,7 +270,7 @@ def test_cwc(fields: dict[str, object]) -> None:
         theirs = store.total(params)
         ours = {k: float(values["decay"]) * v for k, v in states[-1].extra.tensors("importance").items()}  # type: ignore[arg-type]
         for k in theirs:
-            torch.testing.assert_close(ours[k], theirs[k], rtol=2e-3, atol=1e-4)
+            torch.testing.assert_close(ours[k], theirs[k], rtol=NEAR, atol=NEAR)
 
 
 def on_a_chain(ready: Prepared, loss: Callable[[nn.Module, Federation, int, float], Loss], phis=None) -> Params:

@@ -8,8 +8,7 @@ import functools
 import plain
 import pytest
 import torch
-from plain import Federation, Params, ce, drive
-from stacking import in_double
+from plain import Federation, Params, ce, drive, in_double
 from torch import Tensor, nn
 
 import toys

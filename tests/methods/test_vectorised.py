@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import plain
 import pytest
 import stacking
 import torch
@@ -33,7 +34,7 @@ CHAOTIC = {"fedalign"}
 
 def assert_same(name: str, double: bool, **changes: object) -> None:
     runs = [stacking.ready(name, engine, **changes) for engine in ("serial", "vectorised")]
-    (one, ours, no), (many, theirs, none) = (stacking.rounds(stacking.in_double(r) if double else r) for r in runs)
+    (one, ours, no), (many, theirs, none) = (stacking.rounds(plain.in_double(r) if double else r) for r in runs)
     assert [(r.client, r.reason) for r in no] == [(r.client, r.reason) for r in none]
     atol = TOLERANCE[torch.float64 if double else torch.float32]
     expected, got = stacking.tensors(one), stacking.tensors(many)
@@ -74,9 +75,9 @@ def test_seeds_of_every_method_stacked_are_the_serial_engines_in_float64(name: s
     chain = registry.lookup("method", name).build().topology == "sequential"
     changes: dict[str, object] = {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}} if chain else {}
     together = [stacking.ready(name, "vectorised", seed=s, stacked_seeds=(3, 4), **changes) for s in (3, 4)]
-    states = stacking.company([stacking.in_double(ready) for ready in together])
+    states = stacking.company([plain.in_double(ready) for ready in together])
     for seed, got in zip((3, 4), map(stacking.tensors, states), strict=True):
-        alone = stacking.rounds(stacking.in_double(stacking.ready(name, "serial", seed=seed, **changes)))[0]
+        alone = stacking.rounds(plain.in_double(stacking.ready(name, "serial", seed=seed, **changes)))[0]
         for key, expected in stacking.tensors(alone).items():
             torch.testing.assert_close(got[key], expected, rtol=0, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
 
