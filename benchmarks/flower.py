@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.runner import run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 
 ROUNDS = 3
 
@@ -51,8 +51,8 @@ def measured(what: Experiment) -> tuple[float, float, int]:
 def wire(what: Experiment) -> tuple[int, int]:
     """Serialised bytes a round, down and up, over a loopback grid."""
     from fedstill.engines.flower.loopback import LoopbackGrid
-    from fedstill.experiment.carried import trial_app
-    from fedstill.experiment.settings import settle
+    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.on_flower.carried import trial_app
 
     with tempfile.TemporaryDirectory() as folder:
         settings = settle(what)

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.method import run_census, run_round
 
 

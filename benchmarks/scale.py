@@ -62,7 +62,7 @@ def run_case(case: Case) -> dict[str, float]:
 
     from fedstill import Experiment, run
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.journal import read
+    from fedstill.experiment.run_directory.journal import read
 
     draw = torch.Generator().manual_seed(0)
     labels = torch.arange(case.images) % 10

@@ -26,8 +26,8 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.engines.cores import cores
 from fedstill.engines.precision import has_bfloat16
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER
 from fedstill.report import terminal

@@ -24,7 +24,7 @@ import torch
 
 import toys
 from fedstill import registry
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 from fedstill.work import Census
 
 SETTINGS = {

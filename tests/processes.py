@@ -18,10 +18,10 @@ import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.programs import descendants
-from fedstill.experiment.config import Experiment, as_toml
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment, as_toml
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import run
 
 LIMIT = 1800.0
 """Seconds after which a test gives up on anything."""

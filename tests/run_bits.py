@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.runner import Interrupted, Quiet, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.running.runner import Interrupted, Quiet, run
 from fedstill.files import digest
 
 Whole = Callable[[str], dict[str, Any]]

@@ -10,10 +10,10 @@ import torch
 
 import toys
 from fedstill.errors import Diverged, IncompatibleMethod, TooFewReplies
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.runner import run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.running.runner import run
 from fedstill.files import digest
 
 SINGLE = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.config import Experiment
+from fedstill.experiment.config.experiment import Experiment
 from fedstill.losses import cross_entropy, kd
 from fedstill.method import Method
 from fedstill.models.contract import predictor

@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.ours import Ours
 from benchmarks.peers import hand_out
 from benchmarks.peers.common import Rounds, Task, cores
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 
 
 def main() -> None:

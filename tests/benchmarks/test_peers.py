@@ -16,8 +16,8 @@ from benchmarks.peers.entry import accuracy, distance
 from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS
 
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER
 

@@ -13,10 +13,10 @@ import toys
 from fedstill.cli import call
 from fedstill.data.sources import load
 from fedstill.errors import ConfigError, CorruptFile, UnknownName
-from fedstill.experiment.asking import ask
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.runner import run
+from fedstill.experiment.answering import ask
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 from fedstill.models.contract import initial, spec_for
 from fedstill.models.files import load_model, save_model
 

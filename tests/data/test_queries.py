@@ -8,8 +8,8 @@ import torch
 import toys
 from fedstill.data.queries import check, draw
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 

@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.deploy import programs
-from fedstill.experiment.journal import read
+from fedstill.experiment.run_directory.journal import read
 from flowers import needs_flower
 from processes import Deployment, events, experiment, over, same_bits, serial_of
 

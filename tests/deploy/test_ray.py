@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedstill.deploy.programs import environment, program
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import run
 from flowers import needs_flower
 from processes import LIMIT, beside_us, kill_all_with
 

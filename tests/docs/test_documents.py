@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fedstill.cli import call
-from fedstill.experiment.config import load
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settings import settle
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)

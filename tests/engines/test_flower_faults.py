@@ -11,9 +11,9 @@ import pytest
 
 import toys
 from fedstill.errors import TooFewReplies
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import Interrupted, Quiet, resume, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import Interrupted, Quiet, resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
 

@@ -15,12 +15,12 @@ import toys
 from fedstill.engines.flower.app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, TooFewReplies
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
-from fedstill.experiment.site import Clerk, Site
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
 from flowers import needs_flower
 

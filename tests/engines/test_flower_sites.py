@@ -15,11 +15,11 @@ import toys
 from fedstill.engines.flower.records import content, header_and_payload
 from fedstill.engines.flower.requests import Answer, Request
 from fedstill.errors import BadPayload, ConfigError
-from fedstill.experiment.config import Experiment, as_toml
-from fedstill.experiment.facts import Facts
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import Settings, settle
-from fedstill.experiment.site import Clerk, Site, load_site
+from fedstill.experiment.config.experiment import Experiment, as_toml
+from fedstill.experiment.config.settings import Settings, settle
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.files import digest
 from fedstill.method import census_stage
 from fedstill.records import Payload, Stage
@@ -211,7 +211,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.facts import labels_of
+    from fedstill.experiment.on_flower.facts import labels_of
 
     images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])

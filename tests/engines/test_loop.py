@@ -11,8 +11,8 @@ from torch.func import functional_call
 
 import toys
 from fedstill.engines.loop import train
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import Carry, Examples, Plan, Stage, Step, View

@@ -16,9 +16,9 @@ from fedstill.data.cache_folder import reuse_bytes
 from fedstill.engines import serial
 from fedstill.engines.reuse import Kept
 from fedstill.errors import ConfigError
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import run
 from fedstill.records import Payload, Plan, Reply, Stage, View
 
 

@@ -15,9 +15,9 @@ import toys
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
 from fedstill.engines.teachers import Teachers
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import run
 from fedstill.models import contract
 
 SPEC = contract.spec_for("digits_cnn", (1, 8, 8), 5)

@@ -9,10 +9,10 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.architectures import assigned, dealt, words
-from fedstill.experiment.config import as_toml, from_tree, load
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.client_models import assigned, dealt, words
+from fedstill.experiment.config.experiment import as_toml, from_tree, load
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import SERVER
 
 SMALL = {"name": "mlp", "hidden": [3]}

@@ -10,13 +10,13 @@ import torch
 
 import toys
 from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
 from fedstill.experiment.measures.boundaries import STEPS
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.models import contract
 from run_bits import assert_same_bits, bits, stopped

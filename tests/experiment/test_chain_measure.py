@@ -11,11 +11,11 @@ from torch import Tensor
 import toys
 from fedstill.engines import serial
 from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
 from run_bits import stopped
 

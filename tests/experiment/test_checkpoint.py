@@ -12,8 +12,8 @@ import torch
 
 from fedstill.engines.memory import Memory
 from fedstill.errors import CorruptFile
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import KEPT, Checkpoints, Restored
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import KEPT, Checkpoints, Restored
 from fedstill.files import digest
 from fedstill.records import ModelSpec, Payload, Stage, State
 from fedstill.wire.codec import encode

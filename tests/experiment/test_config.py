@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedstill.experiment import explain
-from fedstill.experiment.config import Experiment, as_toml, load, parse_overrides
-from fedstill.experiment.settings import Settings, as_experiment, settle
+from fedstill.experiment.config.experiment import Experiment, as_toml, load, parse_overrides
+from fedstill.experiment.config.settings import Settings, as_experiment, settle
 from fedstill.methods.fedntd import FedNTD
 
 FULL = """

@@ -16,10 +16,10 @@ import torch
 
 import toys
 from fedstill.errors import DiskFull
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.journal import Journal
-from fedstill.experiment.runner import resume, run
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.run_directory.journal import Journal
+from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest, make_folder, sweep, write_whole
 from fedstill.records import Payload, State
 from fedstill.wire.codec import encode

@@ -10,11 +10,11 @@ import pytest
 import toys
 from fedstill.engines import cost
 from fedstill.engines.cost import Work, choice, forward_flops
-from fedstill.experiment.compare import _check_folder, variants
+from fedstill.experiment.comparing.compare import _check_folder, variants
+from fedstill.experiment.config.settings import settle
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
 from fedstill.records import Plan
 from run_bits import stopped

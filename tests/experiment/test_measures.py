@@ -15,15 +15,15 @@ import toys
 from fedstill import registry
 from fedstill.cli import call
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import Setting, check_fit, measures
 from fedstill.experiment.measures.sphere import directions
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
-from fedstill.experiment.site import code_in
+from fedstill.experiment.on_flower.site import code_in
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics.local import by_epoch
 from fedstill.registry import register
 from fedstill.topology import Topology

@@ -10,11 +10,11 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.config import load
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.result import Result
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.running.runner import run
 
 METHOD = """
 from dataclasses import dataclass

@@ -8,8 +8,8 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.errors import UnknownName
-from fedstill.experiment import recipes
-from fedstill.experiment.settings import settle
+from fedstill.experiment.comparing import recipes
+from fedstill.experiment.config.settings import settle
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import toys
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.runner import Quiet, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import Quiet, run
 
 SAMPLED = 100
 

@@ -11,12 +11,12 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.compare import Outcome, Variant, _next, with_starts
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.comparing.compare import Outcome, Variant, _next, with_starts
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
 from run_bits import assert_same_bits, bits, stopped
 

@@ -19,9 +19,9 @@ import toys
 from fedstill.data.inputs import Inputs
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.method import run_census, run_round
 from fedstill.models import contract, resnet

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -13,11 +12,9 @@ from torch import Tensor
 
 import toys
 from fedstill import registry
-from fedstill.engines.together import Company, Seat
-from fedstill.engines.vectorised import VectorisedEngine
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
 from fedstill.records import Reply, State
 from fedstill.wire.screen import Refusal
@@ -40,8 +37,8 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     return toys.toy(**{"method": name, **values, **changes})
 
 
-def rounds(ready: Prepared, count: int = 2, seat: Seat | None = None) -> tuple[State, list[Reply], list[Refusal]]:
-    """The state after some rounds, and all replies and refusals on the way; with a seat, in the company of others."""
+def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Refusal]]:
+    """The state after some rounds, and all replies and refusals on the way."""
     method, world, rules = ready.settings.method, ready.world, ready.settings.rules
     replies: list[Reply] = []
     refused: list[Refusal] = []
@@ -51,29 +48,12 @@ def rounds(ready: Prepared, count: int = 2, seat: Seat | None = None) -> tuple[S
         refused.extend(gone)
 
     with closing(ready.engine()) as engine:
-        if isinstance(engine, VectorisedEngine):
-            engine.seat = seat
         state = method.setup(world)
         if "label_counts" in method.requires():
             state = run_census(state, world, engine, watch, rules)
         for r in range(1, min(count, ready.settings["rounds"]) + 1):
             state = run_round(method, state, ready.settings.topology(r, world), world, engine, watch, rules)
     return state, replies, refused
-
-
-def company(readies: Sequence[Prepared]) -> list[State]:
-    """The states after two rounds of runs that train together."""
-    members = Company(len(readies))
-
-    def one(member: int) -> State:
-        seat = Seat(members, member)
-        try:
-            return rounds(readies[member], seat=seat)[0]
-        finally:
-            seat.leave()
-
-    with ThreadPoolExecutor(len(readies)) as pool:
-        return list(pool.map(one, range(len(readies))))
 
 
 def tensors(state: State) -> dict[str, Tensor]:

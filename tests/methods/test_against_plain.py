@@ -15,10 +15,10 @@ from plain import PLAN, Federation, check, drive, experiment, in_double, ready_f
 from torch import Tensor, nn
 
 import toys
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.topology import sample

@@ -11,9 +11,9 @@ import torch
 
 import toys
 from fedstill import registry
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import resume, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import stopped
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.journal import read
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.runner import run
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for
 
 SINGLE = {"query": {"draw": "single", "fewer_than": 8}}

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import toys
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.runner import run
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.runner import run
 from fedstill.fields import check_ranges
 from fedstill.keys import seed_for
 from fedstill.methods.pfnm import PFNM

@@ -11,7 +11,7 @@ from plain import NEAR, Federation, check, drive, minus, norm, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import State

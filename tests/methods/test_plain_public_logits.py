@@ -15,7 +15,7 @@ from plain import PLAN, Params, check, drive, normal, ready_for
 from torch import Tensor, nn
 
 import toys
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 import toys
 from fedstill.data.partition import public_split
 from fedstill.errors import IncompatibleMethod
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 

@@ -13,7 +13,7 @@ from plain import NEAR, Federation, Loss, Params, Sent, average, ce, check, chec
 from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 4}

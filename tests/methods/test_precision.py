@@ -14,11 +14,11 @@ import toys
 from fedstill.engines import precision
 from fedstill.engines.loop import train
 from fedstill.errors import ConfigError
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Plan, Stage, Step
 from fedstill.work import ClientWork
 

@@ -15,10 +15,10 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.experiment.config.settings import settle
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.runner import run
 from fedstill.methods.hiper import HiPerFedKD
 from fedstill.methods.public_logits import Distil, Local
 from fedstill.records import SERVER, Examples, State
@@ -112,7 +112,7 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
-    from fedstill.experiment.refusals import _check_public_labels
+    from fedstill.experiment.preparing.misfits import _check_public_labels
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
@@ -161,7 +161,7 @@ class FailingWork:
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
     whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2}
     result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
-    from fedstill.experiment.journal import read
+    from fedstill.experiment.run_directory.journal import read
 
     clients = [e for e in read(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
     failed = [e for e in clients if "refused" in e]

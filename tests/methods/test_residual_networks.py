@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import toys
 from fedstill.data.examples import Dataset
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.records import Tensors
 

@@ -14,8 +14,8 @@ import toys
 from fedstill import losses
 from fedstill.errors import InfeasiblePartition
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.journal import read
-from fedstill.experiment.runner import run
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 from fedstill.labels import discrepancy_weights, proportions
 from fedstill.methods.cwc import CWC
 from fedstill.methods.sfedkd import SFedKD

@@ -17,9 +17,9 @@ from fedstill.data.sources import from_tensors
 from fedstill.engines.alone import How
 from fedstill.engines.vectorised import Member, VectorisedEngine
 from fedstill.errors import ConfigError
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.work import ClientWork
 
@@ -67,19 +67,6 @@ SEND_LOGITS = {n for n in METHODS if registry.lookup("method", n).build().topolo
 @pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in SEND_LOGITS])
 def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
     assert_same(name, double=True)
-
-
-@pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_LOGITS])
-def test_seeds_of_every_method_stacked_are_the_serial_engines_in_float64(name: str) -> None:
-    """Chains too: one client of each seed acts at a time."""
-    chain = registry.lookup("method", name).build().topology == "sequential"
-    changes: dict[str, object] = {"topology": {"kind": "sequential", "clients": 6, "sampled": 3}} if chain else {}
-    together = [stacking.ready(name, "vectorised", seed=s, stacked_seeds=(3, 4), **changes) for s in (3, 4)]
-    states = stacking.company([plain.in_double(ready) for ready in together])
-    for seed, got in zip((3, 4), map(stacking.tensors, states), strict=True):
-        alone = stacking.rounds(plain.in_double(stacking.ready(name, "serial", seed=seed, **changes)))[0]
-        for key, expected in stacking.tensors(alone).items():
-            torch.testing.assert_close(got[key], expected, rtol=0, atol=1e-11, msg=lambda m, k=key: f"{k}: {m}")
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in CHAOTIC])

@@ -9,11 +9,11 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.engines.passes import ModelPasses
-from fedstill.experiment import recipes
-from fedstill.experiment.journal import read
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.comparing import recipes
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.running.runner import run
 from fedstill.metrics.private_public import private_public
 from fedstill.report.page import write_page
 

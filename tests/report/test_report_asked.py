@@ -11,7 +11,7 @@ from run_journals import events
 
 import toys
 from fedstill.errors import CorruptFile
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 from fedstill.report.asked import _client, _epochs, _trade, asked, probed
 from fedstill.report.boundaries import boundaries
 from fedstill.report.figures import Style

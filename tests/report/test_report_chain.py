@@ -11,7 +11,7 @@ from run_journals import events, stop_after
 
 import toys
 from fedstill.errors import CorruptFile
-from fedstill.experiment.runner import run
+from fedstill.experiment.running.runner import run
 from fedstill.report import chain, targets
 from fedstill.report.groups import groups
 from fedstill.report.page import page

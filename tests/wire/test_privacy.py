@@ -12,9 +12,9 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settings import settle
+from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
 from run_bits import stopped

@@ -27,8 +27,8 @@ def query(
     out: The file for the student's model. Unset, one in the working directory.
     set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """
-    from fedstill.experiment.asking import ask, numbered
-    from fedstill.experiment.config import parse_overrides
+    from fedstill.experiment.answering import ask, numbered
+    from fedstill.experiment.config.experiment import parse_overrides
     from fedstill.models.files import save_model
     from fedstill.report import answer, terminal
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
-    from fedstill.experiment.compare import Variant
+    from fedstill.experiment.comparing.compare import Variant
 
 
 @app.command
@@ -22,7 +22,6 @@ def compare(
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    stack_seeds: bool = False,
     tensorboard: bool = False,
     quiet: Quiet = False,
 ) -> int:
@@ -39,16 +38,15 @@ def compare(
     out: The directory of all runs and the report. Unset, one is made under runs/.
     jobs: How many runs at once. Unset, one a core, as far as memory goes.
     set_: A value over the file's, as key=value. May be repeated.
-    stack_seeds: Train the clients of all seeds of a setting in common stacks, with engine = "vectorised" or "auto".
     tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
     quiet: No progress bar.
     """
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load, parse_grid
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.config.experiment import load, parse_grid
 
     experiment = load(config, set_)
     folder = out or compared.new_folder("compare")
-    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid), stack_seeds)
+    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
 
 
@@ -65,8 +63,8 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
     """
     from importlib import resources
 
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.config.experiment import load
 
     with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
         experiment = load(path)
@@ -108,7 +106,7 @@ def carry_out(
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
-    from fedstill.experiment import compare as compared
+    from fedstill.experiment.comparing import compare as compared
     from fedstill.report import terminal
 
     rounds = sum(compared.rounds_of(v) for v in compared.with_starts(runs))

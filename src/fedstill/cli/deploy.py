@@ -93,7 +93,7 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
     from fedstill.deploy import folder, greeting, programs
-    from fedstill.experiment.site import load_site
+    from fedstill.experiment.on_flower.site import load_site
 
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")

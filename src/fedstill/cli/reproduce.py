@@ -44,8 +44,8 @@ def reproduce(
     table: Run nothing; print the table of what is there.
     quiet: No progress bar.
     """
-    from fedstill.experiment import recipes
-    from fedstill.experiment.config import parse_overrides
+    from fedstill.experiment.comparing import recipes
+    from fedstill.experiment.config.experiment import parse_overrides
     from fedstill.report import reproduced, terminal
 
     screen = terminal.console()

@@ -37,9 +37,9 @@ def run(
     federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
     quiet: No progress bar.
     """
-    from fedstill.experiment import runner
-    from fedstill.experiment.config import load
-    from fedstill.experiment.settings import settle
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
     experiment = load(config, set_)
@@ -63,7 +63,7 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     directory: The run's directory.
     quiet: No progress bar.
     """
-    from fedstill.experiment import runner
+    from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
@@ -86,9 +86,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     split: Read the data, and draw clients × classes.
     """
     from fedstill.experiment import explain as explained
-    from fedstill.experiment.config import load
-    from fedstill.experiment.prepare import prepare
-    from fedstill.experiment.settings import settle
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settings import settle
+    from fedstill.experiment.preparing.prepared import prepare
     from fedstill.report import terminal
 
     settings = settle(load(config, set_))

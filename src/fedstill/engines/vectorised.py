@@ -13,7 +13,6 @@ from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun, failed
 from fedstill.engines.stack import Structures
-from fedstill.engines.together import Seat
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -44,12 +43,10 @@ class VectorisedEngine(PooledEngine):
     ``most`` clients in a stack, or as many as ``stack_bytes`` hold. A stack has all torch threads, as a lone client has
     (the second of ``threads``): stacks side by side would wait for the interpreter's lock. A client that fits with no
     other, and a stage of one client, trains as in the serial engine.
-    ``seat``: a place among the engines of other runs, equal but for the seed, whose clients join this run's in stacks.
     """
 
     most: int = field(default_factory=lambda: MOST)
     stack_bytes: float = STACK_BYTES
-    seat: Seat | None = None
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""
@@ -61,20 +58,10 @@ class VectorisedEngine(PooledEngine):
         how = How(plan, stage, self.sites.inputs, seed, self.precision, self._epoch_by_epoch(stage))
         fits = not any(why_not(spec, plan) for spec in {self.world.model(c) for c in clients})
         own = [Member(self, work, how, c, downs[c]) for c in clients] if fits else []
-        if self.seat is not None and not self.seat.left:
-            done = self.seat.meet(f"round {stage.round}, stage {stage.index}", own, self._of_all)
-        else:
-            done = self._of_all({0: own})[0]
-        return super().run(work, stage, downs, seed) if done is None else [done[c] for c in clients]
-
-    def _of_all(self, runs: Mapping[int, Sequence[Member]]) -> dict[int, dict[int, Reply] | None]:
-        """The replies of each run's clients, by client; None for every run where no two can be stacked."""
-        members = [(run, m) for run, own in runs.items() for m in own]
-        if len(members) < 2:
-            return dict.fromkeys(runs)
-        cohorts = self._cohorts([m for _, m in members])
-        replies = {id(member): reply for cohort in cohorts for member, reply in _cohort(cohort)}
-        return {run: {m.client: replies[id(m)] for m in own} if own else None for run, own in runs.items()}
+        if len(own) < 2:
+            return super().run(work, stage, downs, seed)
+        replies = {member.client: reply for cohort in self._cohorts(own) for member, reply in _cohort(cohort)}
+        return [replies[c] for c in clients]
 
     def _cohorts(self, members: Sequence[Member]) -> list[list[Member]]:
         """Clients of like size together, the largest first: a stack trains as long as its largest client."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import registry
-from fedstill.experiment.engine import chosen
+from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import measured_rounds, measures
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.preparing.engine_choice import chosen
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
 from fedstill.records import SERVER, Payload, Stage
 

@@ -11,9 +11,9 @@ from platformdirs import user_data_path
 from fedstill.engines.flower.app import Does
 from fedstill.engines.flower.app import client_app as app_of
 from fedstill.engines.flower.records import require_flower
-from fedstill.experiment import runner
-from fedstill.experiment.config import from_tree
-from fedstill.experiment.site import Clerk, Site, load_site
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.running import runner
 
 MAX_BYTES = 4 << 30
 """The largest request that a client reads."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.experiment.asking import Answer
+from fedstill.experiment.answering import Answer
 from fedstill.metrics import average_accuracy, query_accuracy_gain, query_forgetting, uniform_accuracy
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment.journal import Event
+from fedstill.experiment.run_directory.journal import Event
 from fedstill.fitting import FIT
 from fedstill.report.figures import COLOURS, DASHES, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group

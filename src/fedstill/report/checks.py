@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment.journal import Event
+from fedstill.experiment.run_directory.journal import Event
 
 ROUND = (
     "accuracy",

@@ -85,7 +85,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
 def shared_settings(run: Run) -> dict[str, Any]:
     """A run's settings without its seed, and the digests of the user's own files."""
     digests = {f"sources.{PurePath(p).name}": str(d)[:12] for p, d in dict(run.start.get("sources", {})).items()}
-    shared = {k: v for k, v in run.settings.items() if k not in ("seed", "stacked_seeds")} | digests
+    shared = {k: v for k, v in run.settings.items() if k != "seed"} | digests
     return shared | ({"start_from": _start(str(shared["start_from"]))} if "start_from" in shared else {})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment.journal import Event
+from fedstill.experiment.run_directory.journal import Event
 from fedstill.metrics.local import AT_CLIENTS
 from fedstill.report.groups import Group
 from fedstill.report.runs import JOURNAL, Run

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.experiment.compare import Variant
-from fedstill.experiment.recipes import Published, Recipe
+from fedstill.experiment.comparing.compare import Variant
+from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.report.runs import read
 from fedstill.report.summary import MEASURES, NONE, Spread, spread
 from fedstill.report.terminal import table

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment import journal as journals
-from fedstill.experiment.journal import Event
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.journal import Event
 from fedstill.report.checks import check, check_looks
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"

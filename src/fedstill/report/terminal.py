@@ -22,7 +22,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.experiment.compare import Outcome
+from fedstill.experiment.comparing.compare import Outcome
 from fedstill.report.groups import Group
 from fedstill.report.summary import MEASURES
 
