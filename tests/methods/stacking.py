@@ -19,6 +19,9 @@ from fedstill.method import run_census, run_round
 from fedstill.records import Reply, State
 from fedstill.wire.screen import Refusal
 
+Rounds = tuple[State, list[Reply], list[Refusal]]
+"""The state after some rounds, and all replies and refusals on the way."""
+
 PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
 
@@ -37,7 +40,7 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     return toys.toy(**{"method": name, **values, **changes})
 
 
-def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Refusal]]:
+def rounds(ready: Prepared, count: int = 2) -> Rounds:
     """The state after some rounds, and all replies and refusals on the way."""
     method, world, rules = ready.settings.method, ready.world, ready.settings.rules
     replies: list[Reply] = []
