@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 
 import toys
-from fedstill.data.inputs import Inputs
+from double import NEAR, in_double
 from fedstill.engines.memory import Memory
-from fedstill.engines.passes import ModelPasses
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.method import run_census, run_round
 from fedstill.models import contract, resnet
-from fedstill.records import SERVER, State
+from fedstill.records import State
 from fedstill.registry import register
 from fedstill.topology import sample
 
@@ -38,8 +37,6 @@ def toy_slim(input_shape: tuple[int, int, int], classes: int, norm: Literal["gro
 
 Params = dict[str, Tensor]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-NEAR = 1e-9
-"""How far numbers of order 1 may lie apart that are computed in float64 in two ways."""
 PLAN = {"epochs": 2, "batch": 10, "lr": 0.1, "lr_decay": 0.9, "momentum": 0.9, "weight_decay": 1e-3}
 
 
@@ -164,29 +161,6 @@ def experiment(method: object, **changes: object) -> Experiment:
 @functools.cache
 def _blobs():
     return toys.blobs()
-
-
-class Wide(Inputs):
-    """Inputs in float64; what augmentation draws and does stays as it is."""
-
-    def plain(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:  # noise, which is input already
-            return images.double()
-        shift, scale = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
-        return (images.double() / 255 - shift) / scale
-
-    def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        return super().trained_on(images, generator).double()
-
-
-def in_double(ready: Prepared) -> Prepared:
-    """The same run with inputs and initial parameters in float64."""
-    world, inputs = ready.world, Wide(ready.sites.inputs.mean, ready.sites.inputs.std, ready.sites.inputs.steps)
-    for client in (SERVER, *range(world.clients)):
-        start = world.initial(client)
-        world._initial[world.model(client)] = {k: v.double() if v.is_floating_point() else v for k, v in start.items()}
-    sites = replace(ready.sites, inputs=inputs, passes=lambda spec: ModelPasses(spec, inputs))
-    return replace(ready, sites=sites)
 
 
 def ready_for(method: object, **changes: object) -> Prepared:

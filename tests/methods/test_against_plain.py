@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import PLAN, Federation, check, drive, experiment, in_double, ready_for
+from plain import PLAN, Federation, check, drive, experiment, ready_for
 from torch import Tensor, nn
 
 import toys
+from double import in_double
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare

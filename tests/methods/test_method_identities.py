@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plain import NEAR, check, drive, ready_for
+from plain import check, drive, ready_for
 from torch import Tensor
 
 import toys
+from double import NEAR
 from fedstill import registry
 from fedstill.experiment.explain import arithmetic
 from fedstill.methods.fedadkd import FedADKD

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain import NEAR, Federation, check, drive
+from plain import Federation, check, drive
 from test_plain_one_shot import ready
 from torch import Tensor, nn
 
 import toys
+from double import NEAR
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.journal import read

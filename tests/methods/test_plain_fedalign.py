@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from plain import NEAR, Federation, average, check, drive, ready_for
+from plain import Federation, average, check, drive, ready_for
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from double import NEAR
 from fedstill.errors import IncompatibleMethod
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet

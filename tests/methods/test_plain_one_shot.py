@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from plain import NEAR, Federation, check, drive, minus, norm, ready_for
+from plain import Federation, check, drive, minus, norm, ready_for
 from torch import Tensor, nn
 
 import toys
+from double import NEAR
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract

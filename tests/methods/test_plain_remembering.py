@@ -6,22 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import (
-    PLAN,
-    Federation,
-    Params,
-    average,
-    ce,
-    check,
-    check_matters,
-    drive,
-    experiment,
-    in_double,
-    ready_for,
-)
+from plain import PLAN, Federation, Params, average, ce, check, check_matters, drive, experiment, ready_for
 from torch import Tensor, nn
 
 import toys
+from double import in_double
 from fedstill.data.partition import public_split
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.settings import settle

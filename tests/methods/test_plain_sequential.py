@@ -9,10 +9,11 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from plain import NEAR, Federation, Loss, Params, Sent, average, ce, check, check_matters, drive, minus, norm, ready_for
+from plain import Federation, Loss, Params, Sent, average, ce, check, check_matters, drive, minus, norm, ready_for
 from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
+from double import NEAR
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 

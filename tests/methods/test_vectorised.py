@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import plain
 import pytest
 import stacking
 import torch
@@ -13,6 +12,7 @@ from stacking import Rounds
 from torch import Tensor
 
 import toys
+from double import NEAR, in_double
 from fedstill import registry
 from fedstill.data.sources import from_tensors
 from fedstill.engines.alone import How
@@ -28,7 +28,7 @@ METHODS = registry.names("method")
 
 
 def assert_same(name: str, **changes: object) -> None:
-    runs = [plain.in_double(stacking.ready(name, engine, **changes)) for engine in ("serial", "vectorised")]
+    runs = [in_double(stacking.ready(name, engine, **changes)) for engine in ("serial", "vectorised")]
     assert_equal(*map(stacking.rounds, runs))
 
 
@@ -38,7 +38,7 @@ def assert_equal(serial: Rounds, stacked: Rounds) -> None:
     expected, got = stacking.tensors(one), stacking.tensors(many)
     assert expected.keys() == got.keys()
     for key in expected:
-        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=plain.NEAR, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}")
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert (a.client, a.examples, a.metrics.get("steps"), a.metrics.get("epochs")) == (
@@ -47,7 +47,7 @@ def assert_equal(serial: Rounds, stacked: Rounds) -> None:
             b.metrics.get("steps"),
             b.metrics.get("epochs"),
         )
-        assert a.metrics.get("loss", {}) == pytest.approx(b.metrics.get("loss", {}), abs=plain.NEAR)
+        assert a.metrics.get("loss", {}) == pytest.approx(b.metrics.get("loss", {}), abs=NEAR)
 
 
 ON_A_CHAIN_ONLY = {"fedseq", "cwc", "toy_chain"}
@@ -100,13 +100,13 @@ def test_several_architectures_are_stacked_apart() -> None:
 def test_augmented_images_are_the_serial_engines() -> None:
     images = {"data": {"augment": ("crop", "flip")}, "model": "digits_cnn", "topology": {"clients": 4}}
     runs = [settle(stacking.experiment("fedntd", engine, **images)) for engine in ("serial", "vectorised")]
-    assert_equal(*(stacking.rounds(plain.in_double(prepare(r, toys.blobs_of(8)))) for r in runs))
+    assert_equal(*(stacking.rounds(in_double(prepare(r, toys.blobs_of(8)))) for r in runs))
 
 
 @pytest.mark.parametrize(("most", "room"), [(2, 1e9), (4, 1e9), (50, 1.0)])
 def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     """A stack that holds one client is the serial engine's loop itself."""
-    ready = plain.in_double(stacking.ready("fedntd", "vectorised"))
+    ready = in_double(stacking.ready("fedntd", "vectorised"))
     engine = ready.engine()
     assert isinstance(engine, VectorisedEngine)
     engine.most, engine.stack_bytes = most, room
@@ -117,11 +117,11 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     assert sorted(m.client for cohort in cohorts for m in cohort) == sorted(stage.clients)
     assert max(map(len, cohorts)) <= (most if room > 1 else 1)
     got = engine.run(work, stage, downs, 7)
-    expected = plain.in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, downs, 7)
+    expected = in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, downs, 7)
     for a, b in zip(got, expected, strict=True):
         assert a.client == b.client
         for k in b.up.params:
-            torch.testing.assert_close(a.up.params[k], b.up.params[k], rtol=0, atol=plain.NEAR)
+            torch.testing.assert_close(a.up.params[k], b.up.params[k], rtol=0, atol=NEAR)
     engine.close()
 
 
