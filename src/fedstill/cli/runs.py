@@ -145,7 +145,7 @@ def list_(
 
 def _sentences(settings: ExperimentSettings) -> dict[str, str]:
     """{dotted key: sentence} for the tables that name a registered thing."""
-    from fedstill.experiment.config.named import NAMED
+    from fedstill.experiment.config.named_tables import NAMED
 
     out = {"topology.clients": "Clients in all."}
     for table, (key, _) in NAMED.items():

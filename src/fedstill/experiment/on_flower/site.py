@@ -19,7 +19,7 @@ from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
