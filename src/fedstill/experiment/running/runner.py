@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
-from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import Experiment, from_tree
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
@@ -26,17 +24,16 @@ from fedstill.experiment.on_flower.carried import engine_of
 from fedstill.experiment.on_flower.simulated import simulate
 from fedstill.experiment.on_flower.submitted import elsewhere, submit
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.preparing.start_weights import seal
 from fedstill.experiment.progress import Interrupted, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
 from fedstill.experiment.running.measuring import Measuring
+from fedstill.experiment.running.provenance import check_sources, versions
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.records import Payload, Reply, Stage, State
-from fedstill.version import VERSION
 from fedstill.wire.screen import Refusal
 
 if TYPE_CHECKING:
@@ -147,7 +144,7 @@ class _Driver:
 
     def _start(self) -> Result:
         state = self.before = self.method.setup(self.world)
-        self.journal.write("start", seconds_since_1970=time.time(), **self._versions(), **self.measuring.split())
+        self.journal.write("start", seconds_since_1970=time.time(), **versions(self.settings), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)
@@ -157,7 +154,7 @@ class _Driver:
 
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
-        self._check_sources()
+        check_sources(self.settings, journals.read(self.journal.path)[0])
         self.measuring.replay(journals.read(self.journal.path))
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
@@ -226,27 +223,3 @@ class _Driver:
         """Which run this is, for its clients: the same after a resume, another for every run."""
         with self.journal.path.open("rb") as file:
             return digest(file.readline())[:16]
-
-    def _versions(self) -> dict[str, Any]:
-        return {
-            "fedstill": VERSION,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "sources": self._sources(),
-            **({"start_from": seal(start)} if (start := self.settings.start_from) else {}),
-        }
-
-    def _sources(self) -> dict[str, str]:
-        tree = self.settings.tree
-        names = [tree["method"]["name"], tree["model"]["name"], tree["partition"]["kind"], tree["topology"]["kind"]]
-        names += [tree["data"]["public_from"], *words(tree["clients"]["models"]), *tree["measure"]]
-        paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
-        return {p: digest(Path(p).read_bytes()) for p in paths}
-
-    def _check_sources(self) -> None:
-        start = journals.read(self.journal.path)[0]
-        for path, sha in self._sources().items():
-            if start["sources"].get(path) != sha:
-                raise CorruptFile(f"{path} is not the file that the run was started with; put that one back to resume")
-        if (place := self.settings.start_from) and start.get("start_from") != seal(place):
-            raise CorruptFile(f"{place} holds another model than when the run was started; put that one back to resume")
