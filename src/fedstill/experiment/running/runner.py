@@ -158,7 +158,7 @@ class _Driver:
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
         self._check_sources()
-        self.measuring.replay(journals.read(self.journal.path))
+        self.measuring.replay(journals.read_journal(self.journal.path))
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
         self.before = restored.state
@@ -183,7 +183,7 @@ class _Driver:
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        rounds = [e for e in journals.read(self.folder / "journal.jsonl") if e["event"] == "round"]
+        rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
         summary = summary_of(self.settings, rounds, self.measuring.seconds)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
@@ -244,7 +244,7 @@ class _Driver:
         return {p: digest(Path(p).read_bytes()) for p in paths}
 
     def _check_sources(self) -> None:
-        start = journals.read(self.journal.path)[0]
+        start = journals.read_journal(self.journal.path)[0]
         for path, sha in self._sources().items():
             if start["sources"].get(path) != sha:
                 raise CorruptFile(f"{path} is not the file that the run was started with; put that one back to resume")
