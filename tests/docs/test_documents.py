@@ -13,7 +13,7 @@ import pytest
 from fedstill.cli import call
 from fedstill.experiment.config.experiment import load
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
@@ -55,7 +55,9 @@ def test_a_method_is_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
 def test_measures_of_both_kinds_are_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     follow("add_a_measure.md", tmp_path)
-    clients = [e for e in read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4]
+    clients = [
+        e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4
+    ]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
     assert "2 passed" in tested("test_measures.py", tmp_path)

@@ -18,7 +18,7 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Plan, Stage, Step, Tensors
 from fedstill.work import ClientWork
@@ -85,7 +85,7 @@ def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
         run(experiment, folders[engine, kind], data=toys.blobs())
     model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
     assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
-    serial, pooled = (without_times(read(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
+    serial, pooled = (without_times(read_journal(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
     assert serial == pooled
 
 

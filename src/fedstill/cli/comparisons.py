@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
 
 
-@app.command
-def compare(
+@app.command(name="compare")
+def compare_command(
     config: Path | None = None,
     *,
     methods: Names = (),
@@ -122,7 +122,7 @@ def carry_out(
         from fedstill.report.page import write_page
 
         if show:
-            screen.print(terminal.results(groups(begun)))
+            screen.print(terminal.comparison_table(groups(begun)))
         screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
         if tensorboard:
             from fedstill.report.trackers import export_tensorboard

@@ -28,7 +28,7 @@ from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
-from fedstill.models.files import load_model
+from fedstill.models.model_files import load_model
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
 
 
@@ -123,7 +123,7 @@ def ask(
 
 def numbered(folder: Path, names: Sequence[str]) -> list[int]:
     """Classes by number or by name, as numbers; raises UnknownName for one that the run does not have."""
-    events = journals.read(folder / "journal.jsonl") if folder.is_dir() else []
+    events = journals.read_journal(folder / "journal.jsonl") if folder.is_dir() else []
     known = [str(c) for e in events[:1] for c in e.get("classes", [])]
     for name in names:
         if not name.isdecimal() and name not in known:

@@ -7,7 +7,7 @@ import torch
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.measures.choose import Setting, check_fit, measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
 from fedstill.models import contract
@@ -54,7 +54,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested = sites.common_test is not None
-    setting = Setting(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
+    setting = MeasuredRun(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 

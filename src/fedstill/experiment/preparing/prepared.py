@@ -9,7 +9,7 @@ import torch
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
@@ -130,7 +130,7 @@ def read_data(settings: Settings) -> Dataset:
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
-    return load(data.name, folder=data.folder or None, **columns)
+    return load_dataset(data.name, folder=data.folder or None, **columns)
 
 
 def _no_data(settings: Settings) -> Dataset:

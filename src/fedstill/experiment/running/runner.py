@@ -154,8 +154,8 @@ class _Driver:
 
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
-        check_sources(self.settings, journals.read(self.journal.path)[0])
-        self.measuring.replay(journals.read(self.journal.path))
+        check_sources(self.settings, journals.read_journal(self.journal.path)[0])
+        self.measuring.replay(journals.read_journal(self.journal.path))
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
         self.before = restored.state
@@ -180,7 +180,7 @@ class _Driver:
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        rounds = [e for e in journals.read(self.folder / "journal.jsonl") if e["event"] == "round"]
+        rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
         summary = summary_of(self.settings, rounds, self.measuring.seconds)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)

@@ -17,8 +17,8 @@ DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
 
-@app.command
-def run(
+@app.command(name="run")
+def run_command(
     config: Path,
     *,
     out: Path | None = None,
@@ -56,8 +56,8 @@ def run(
     return _show(result)
 
 
-@app.command
-def resume(directory: Path, *, quiet: Quiet = False) -> int:
+@app.command(name="resume")
+def resume_command(directory: Path, *, quiet: Quiet = False) -> int:
     """Go on with a run that was stopped or killed, to the same bits as if it had not been.
 
     Parameters
@@ -97,7 +97,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     settings = settle(load(config, set_))
     screen = terminal.console()
     said = _sentences(settings)
-    rows = [(key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.values(settings)]
+    rows = [
+        (key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.resolved_values(settings)
+    ]
     screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
     if split:
         prepared = prepare(settings)
@@ -110,7 +112,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.split(counts, prepared.dataset.classes, min(screen.width, 160)))
+        screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
 
 
