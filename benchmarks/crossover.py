@@ -16,9 +16,9 @@ from rich.table import Table
 
 from benchmarks.workloads import Workload
 from fedstill.engines.serial import SerialEngine
-from fedstill.experiment.engine import stages
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.engine_choice import stages
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload
 
 MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (

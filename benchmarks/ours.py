@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.prepare import Prepared
-from fedstill.method import Unwatched, run_census, run_round
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.method import run_census, run_round
+from fedstill.watch import Unwatched
 
 
 class Ours:
@@ -38,7 +39,7 @@ class Ours:
 
     def evaluate(self) -> float:
         """Seconds that 10,000 test images take."""
-        torch.set_num_threads(self.ready.settings.many_threads[1])
+        torch.set_num_threads(self.ready.settings.threads[1])
         (predict,) = self.ready.settings.method.predictors(self.state, self.ready.world).values()
         test = self.ready.sites.common_test
         began = time.perf_counter()

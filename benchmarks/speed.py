@@ -26,8 +26,8 @@ from benchmarks.plain import PlainLoop
 from benchmarks.workloads import WORKLOADS, Workload, flops
 from fedstill.engines.cores import cores
 from fedstill.engines.precision import has_bfloat16
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER
 from fedstill.report import terminal
@@ -143,7 +143,7 @@ def measure(name: str, pairs: int, limits: dict[str, float]) -> None:
 def stacked(workload: Workload) -> bool:
     """Whether ``engine = "auto"`` stacks the clients of a workload."""
     ready = prepare(settle(workload.experiment(workload.methods[0], engine="auto")), workload.dataset())
-    return bool(ready.settings["engine"] == "vectorised")
+    return bool(ready.settings.engine == "vectorised")
 
 
 def spread(values: Sequence[float]) -> str:

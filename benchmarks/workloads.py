@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedstill import Experiment
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.prepare import Prepared
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
 from fedstill.records import SERVER
 

@@ -15,7 +15,7 @@ import torch
 
 import fedstill
 from fedstill import Experiment
-from fedstill.experiment.runner import Interrupted, Quiet
+from fedstill.experiment.progress import Interrupted, Quiet
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 

@@ -13,9 +13,9 @@ import pytest
 
 import toys
 from fedstill.engines.flower.loopback import LoopbackGrid, parsed
-from fedstill.experiment.carried import trial_app
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.carried import trial_app
 
 needs_flower = pytest.mark.skipif(
     find_spec("flwr") is None, reason="Flower is not installed: pip install 'fedstill[flower]', as make test does"

@@ -24,7 +24,8 @@ import torch
 
 import toys
 from fedstill import registry
-from fedstill.experiment import runner
+from fedstill.experiment.progress import Quiet
+from fedstill.experiment.running import runner
 from fedstill.work import Census
 
 SETTINGS = {
@@ -67,7 +68,7 @@ class Helper:
         self._process.communicate()
 
 
-class Faults(runner.Quiet):
+class Faults(Quiet):
     """Counts calls by kind, and kills this process at one of them."""
 
     def __init__(self, fault: Any) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import toys
-from fedstill.experiment import journal as journals
-from fedstill.experiment.config import Experiment
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory import journal as journals
 
 MINE = '''
 from dataclasses import dataclass
@@ -76,4 +76,4 @@ def at_the_server(part: str, line: str) -> str:
 
 
 def refusals(folder: Path) -> list[dict[str, Any]]:
-    return [e for e in journals.read(folder / "journal.jsonl") if "refused" in e and e["event"] == "client"]
+    return [e for e in journals.read_journal(folder / "journal.jsonl") if "refused" in e and e["event"] == "client"]

@@ -18,10 +18,11 @@ import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
 from fedstill.deploy.programs import descendants
-from fedstill.experiment.config import Experiment, as_toml
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import as_toml
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import run
 
 LIMIT = 1800.0
 """Seconds after which a test gives up on anything."""
@@ -167,7 +168,7 @@ def same_bits(folder: Path, other: Path) -> None:
 def events(folder: Path) -> list[dict[str, Any]]:
     """What a run's journal says so far."""
     path = folder / "journal.jsonl"
-    return read(path) if path.is_file() else []
+    return read_journal(path) if path.is_file() else []
 
 
 def kill_all_with(setting: str) -> None:

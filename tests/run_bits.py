@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.runner import Interrupted, Quiet, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.running.runner import run
 from fedstill.files import digest
 
 Whole = Callable[[str], dict[str, Any]]
@@ -26,7 +27,7 @@ def bits(folder: Path) -> dict[str, Any]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "lock"):
         name = path.relative_to(folder).as_posix()
         if name == "journal.jsonl":
-            out[name] = [journals.without_times(e) for e in journals.read(path)]
+            out[name] = [journals.without_times(e) for e in journals.read_journal(path)]
         elif name == "summary.json":
             out[name] = journals.without_times(json.loads(path.read_bytes()))
         elif path.parent.name == "checkpoints" and path.suffix == ".json":

@@ -16,7 +16,7 @@ FORBIDDEN = re.compile(
 WATCHED = """
 import sys
 import fedstill
-from fedstill.experiment.runner import resume
+from fedstill.experiment.running.runner import resume
 from fedstill.report.page import write_page
 from pathlib import Path
 

@@ -15,8 +15,8 @@ from benchmarks.peers.common import Task
 from benchmarks.workloads import WORKLOADS, Workload
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER

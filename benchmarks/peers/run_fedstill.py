@@ -8,8 +8,8 @@ from pathlib import Path
 from benchmarks.ours import Ours
 from benchmarks.peers import hand_out
 from benchmarks.peers.common import Rounds, Task, cores
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
         ours.run_round()
         rounds.end()
     chosen = "chosen by auto" if engine else "the default"
-    rounds.report(out, ours.parameters(), f"engine {ready.settings['engine']}, {chosen}, on {cores()} cores")
+    rounds.report(out, ours.parameters(), f"engine {ready.settings.engine}, {chosen}, on {cores()} cores")
 
 
 if __name__ == "__main__":

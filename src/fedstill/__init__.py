@@ -9,7 +9,9 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from fedstill.version import VERSION
+
+__version__ = VERSION
 
 # torch's threads (GNU OpenMP) wait for each other awake, for milliseconds, and beside other work nothing is slower.
 # They shall fall asleep soon. torch reads this when it is imported; benchmarks/waiting.py shows what it is worth.
@@ -19,10 +21,10 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from fedstill.data.examples import Dataset as Dataset
     from fedstill.errors import FedstillError as FedstillError
-    from fedstill.experiment.config import Experiment as Experiment
-    from fedstill.experiment.result import Result as Result
-    from fedstill.experiment.runner import resume as resume
-    from fedstill.experiment.runner import run as run
+    from fedstill.experiment.config.experiment import Experiment as Experiment
+    from fedstill.experiment.run_directory.result import Result as Result
+    from fedstill.experiment.running.runner import resume as resume
+    from fedstill.experiment.running.runner import run as run
     from fedstill.method import Method as Method
     from fedstill.records import Carry as Carry
     from fedstill.records import Payload as Payload
@@ -34,15 +36,15 @@ _HOMES = {
     "Carry": "fedstill.records",
     "ClientWork": "fedstill.work",
     "Dataset": "fedstill.data.examples",
-    "Experiment": "fedstill.experiment.config",
+    "Experiment": "fedstill.experiment.config.experiment",
     "FedstillError": "fedstill.errors",
     "Method": "fedstill.method",
     "Payload": "fedstill.records",
     "Plan": "fedstill.records",
-    "Result": "fedstill.experiment.result",
+    "Result": "fedstill.experiment.run_directory.result",
     "register": "fedstill.registry",
-    "resume": "fedstill.experiment.runner",
-    "run": "fedstill.experiment.runner",
+    "resume": "fedstill.experiment.running.runner",
+    "run": "fedstill.experiment.running.runner",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

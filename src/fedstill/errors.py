@@ -102,3 +102,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"choose one of {', '.join(names)}" if names else "there is none to choose from"
+
+
+def on_one_line(error: BaseException) -> str:
+    """Another library's error, or a user's: its type and its text, cut to a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

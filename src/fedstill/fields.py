@@ -1,13 +1,17 @@
-"""Legal ranges of hyper-parameters, written once at the field, where config, constructors and documents read them."""
+"""Legal values of hyper-parameters and config keys: written once, in a field's annotation, and checked in one place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
 from functools import lru_cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval, Len
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, on_one_line, suggestion
 
 Positive = Annotated[float, Interval(gt=0, le=1e9)]
 NonNegative = Annotated[float, Interval(ge=0, le=1e9)]
@@ -19,55 +23,151 @@ Candidates = Annotated[tuple[Positive, ...], Len(1, 100)]
 """Values of which a method takes the best."""
 Seed = Annotated[int, Interval(ge=0, lt=2**63)]
 
+Fields = dict[str, tuple[Any, Any]]
+"""{name: (annotation, default)} of what may be set; a field without default has ``...``."""
+
+R = TypeVar("R")
+
+
+def problem(hint: Any, value: Any) -> str:
+    """What is wrong with a value under an annotation, as "VALUE: why"; empty if nothing is.
+
+    Types are strict (a whole number is a float, True is no number), numbers are finite, and a NumPy scalar counts as
+    the number that it is. Raises ConfigError for an annotation that says nothing that can be checked.
+    """
+    value = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    try:
+        _adapter(hint).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
+    return ""
+
 
 def check_ranges(thing: object) -> None:
-    """Raise ConfigError if a field of a dataclass instance lies outside the range written in its annotation.
+    """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation allows."""
+    for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
+        if hasattr(thing, name) and (why := problem(hint, getattr(thing, name))):
+            raise ConfigError(f"{type(thing).__name__}.{name} = {why}")
 
-    Of a tuple, each value must lie in the range, and there must be as many as are allowed.
+
+def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Every field's value, given (a list counts as a tuple) or by default.
+
+    ``where``: the table, which goes before each key in the message. Raises ConfigError with one line for all that is
+    wrong: values, missing fields, and unknown keys with the nearest known one.
     """
-    for name, bounds in _ranges(type(thing)).items():  # type: ignore[arg-type]
-        value = getattr(thing, name, None)
-        for bound in bounds:
-            if isinstance(bound, Len):
-                _check_length(thing, name, value, bound)
-                continue
-            for one in value if isinstance(value, tuple) else (value,):
-                if isinstance(one, (int, float)) and not _inside(one, bound):
-                    raise ConfigError(f"{type(thing).__name__}.{name} = {one!r} is outside its range {show(bound)}")
+    values, wrong = dict[str, Any](), list[str]()
+    for key, (hint, default) in fields.items():
+        value = given.get(key, default)
+        values[key] = value = tuple(value) if isinstance(value, list) else value
+        name = f"{where}.{key}" if where else key
+        try:
+            _adapter(hint)
+        except ConfigError as error:
+            raise ConfigError(f"{name} {error}") from error
+        if key not in given:
+            wrong += [f"{name} is missing, and has no default"] if default is ... else []
+        elif why := problem(hint, value):
+            wrong.append(f"{name} = {why}")
+    for key in map(str, given):
+        if key not in fields:
+            wrong.append(f"unknown key {f'{where}.{key}' if where else key!r}; {suggestion(key, fields)}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+    return values
 
 
-def _check_length(thing: object, name: str, value: Any, bound: Len) -> None:
-    if isinstance(value, tuple) and not bound.min_length <= len(value) <= (bound.max_length or len(value)):
-        wanted = f"{bound.min_length} to {bound.max_length}"
-        raise ConfigError(f"{type(thing).__name__}.{name} has {len(value)} values, it must have {wanted}")
+def fields_of_record(record: type) -> Fields:
+    """What may be set of a dataclass: its fields with their annotations and defaults."""
+    return {f.name: (_hints(record)[f.name], _default(f)) for f in fields(record)}
 
 
-def show(bound: Interval) -> str:
-    """A range as a reader writes it.
+def read_record(record: type[R], given: Mapping[str, Any], where: str) -> R:
+    """A dataclass made of what a table of a config says; raises ConfigError as ``checked`` does."""
+    return record(**checked(fields_of_record(record), given, where))
 
-    >>> show(Interval(gt=0, le=1))
-    '(0, 1]'
+
+def as_table(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass instance by name: the table of a config that says the same."""
+    return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table"}
+
+
+def legal(hint: Any) -> str:
+    """What an annotation allows, as a reader writes it.
+
+    >>> legal(PositiveShare), legal(Count | None), legal(Literal["sum", "mean"])
+    ('number in (0, 1]', 'whole number in [1, 1e6], or unset', '"sum" | "mean"')
+    >>> legal(Candidates)
+    'list, each a number in (0, 1e9], 1 to 100 of them'
     """
-    low = f"({bound.gt}" if bound.gt is not None else f"[{bound.ge}" if bound.ge is not None else "(-inf"
-    high = f"{bound.lt})" if bound.lt is not None else f"{bound.le}]" if bound.le is not None else "inf)"
-    return f"{low}, {high}"
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return ", or ".join("unset" if one is NoneType else legal(one) for one in inner)
+    if kind is Literal:
+        return " | ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in inner)
+    if kind is Annotated:
+        return legal(inner[0]) + "".join(_legal(bound) for bound in inner[1:])
+    if kind is tuple and inner[1:] == (...,):
+        return f"list, each a {legal(inner[0])}"
+    return _KINDS.get(kind or hint) or str(hint)
+
+
+def _legal(bound: object) -> str:
+    if isinstance(bound, Len):
+        return f", {bound.min_length} to {bound.max_length} of them"
+    if not isinstance(bound, Interval):
+        return ""
+    low, high = (bound.gt if bound.ge is None else bound.ge), (bound.lt if bound.le is None else bound.le)
+    left, right = "(" if bound.ge is None else "[", ")" if bound.le is None else "]"
+    return f" in {left}{_short(low, '-inf')}, {_short(high, 'inf')}{right}"
+
+
+def _short(value: Any, none: str) -> str:
+    return none if value is None else f"{value:g}".replace("e+0", "e").replace("e+", "e")
+
+
+def shown(value: Any) -> str:
+    """A value as an error message shows it: on one line, and not longer than that."""
+    try:
+        text = repr(list(value) if isinstance(value, tuple) else value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or tables in tables in tables
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
 @lru_cache(maxsize=1024)
-def _ranges(kind: type) -> dict[str, list[Interval | Len]]:
-    return {name: _bounds(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
+    except PydanticUserError as error:
+        raise ConfigError(f"has a type that a config cannot hold: {on_one_line(error)}") from error
 
 
-def _bounds(hint: Any) -> list[Interval | Len]:
-    annotated = hasattr(hint, "__metadata__")
-    own = [m for m in get_args(hint)[1:] if isinstance(m, (Interval, Len))] if annotated else []
-    inner = get_args(hint)[0] if annotated else hint
-    return [*own, *(_bounds(get_args(inner)[0]) if get_origin(inner) is tuple else [])]
+@lru_cache(maxsize=1024)
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
-def _inside(value: float, bound: Interval) -> bool:
-    low: Any = bound.ge if bound.gt is None else bound.gt
-    high: Any = bound.le if bound.lt is None else bound.lt
-    above = low is None or value > low or (bound.gt is None and value == low)
-    below = high is None or value < high or (bound.lt is None and value == high)
-    return bool(above and below)
+@lru_cache(maxsize=1024)
+def _with_ranges(kind: type) -> dict[str, Any]:
+    def ranged(hint: Any) -> bool:
+        return any(isinstance(part, (Interval, Len)) for part in _inside(hint))
+
+    return {name: hint for name, hint in _hints(kind).items() if ranged(hint)}
+
+
+def _inside(hint: Any) -> Iterator[Any]:
+    """What an annotation is made of, ranges among it."""
+    for part in get_args(hint):
+        yield part
+        yield from _inside(part)
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return ... if field.default is MISSING else field.default

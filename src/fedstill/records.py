@@ -131,9 +131,10 @@ class State:
     stage: int = 0
     model: ModelSpec | None = None
 
-    def next(self, params: Tensors | None = None, **extra: Group) -> State:
-        """The state with other parameters or extras; everything else is kept."""
-        return replace(self, params=self.params if params is None else params, extra=Payload(self.extra, **extra))
+    def next(self, params: Tensors | None = None, groups: Mapping[str, Group] = NOTHING, **extra: Group) -> State:
+        """The state with other parameters or extras, by name or as ``groups``; everything else is kept."""
+        extras = Payload({**self.extra, **groups}, **extra)
+        return replace(self, params=self.params if params is None else params, extra=extras)
 
     def without(self, *groups: str) -> State:
         """The state without some extras (a prefix ``name.`` drops all groups that ``many`` made under a name)."""

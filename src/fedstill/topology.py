@@ -49,15 +49,14 @@ class _Sampled:
 @register("topology", "parallel")
 @dataclass(frozen=True)
 class Parallel(_Sampled):
-    """All sampled clients train side by side; the server folds their replies.
-
-    ``server``: a stage of this name follows in which the server works on public data (FedDF). ``first``: a stage of
-    this name stands before round 1's, ``last``: one after the last round's, each for all clients (FedMD, FT-FedAvg).
-    """
+    """All sampled clients train side by side; the server folds their replies."""
 
     server: str = ""
+    """A stage of this name follows, in which the server works on public data (FedDF)."""
     first: str = ""
+    """A stage of this name stands before round 1's, for all clients."""
     last: str = ""
+    """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = tuple(range(world.clients))
@@ -83,16 +82,14 @@ class Sequential(_Sampled):
 @register("topology", "public_logits")
 @dataclass(frozen=True)
 class PublicLogits(_Sampled):
-    """Clients train on their own data and send logits on public data, from which the server and then they learn.
-
-    ``first``: a stage of this name stands before round 1's, for all clients, on public data. ``start``: what the stage
-    ``local`` is called in round 1, where it has a plan of its own; all clients act in that round. ``last``: a stage of
-    this name follows the last round's, for all clients, on their own data (all three: FedMD).
-    """
+    """Clients train on their own data and send logits on public data, from which the server and then they learn."""
 
     first: str = ""
+    """A stage of this name stands before round 1's, for all clients, on public data (FedMD)."""
     start: str = ""
+    """What the stage ``local`` is called in round 1, for a plan of its own; then all clients act in it (FedMD)."""
     last: str = ""
+    """A stage of this name follows the last round's, for all clients, on their own data (FedMD)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = tuple(range(world.clients))
@@ -113,16 +110,16 @@ class PublicLogits(_Sampled):
 @register("topology", "peer_to_peer")
 @dataclass(frozen=True)
 class PeerToPeer:
-    """Every client fits its own model in round 1; students then learn from their peers' models, and refine.
-
-    ``students``: ids of the clients that learn; empty, all do. ``server``: a stage of this name follows the fit, in
-    which the server works on public data. ``transfer``, ``refine``: whether there are these stages.
-    """
+    """Every client fits its own model in round 1; students then learn from their peers' models, and refine."""
 
     students: tuple[int, ...] = ()
+    """Ids of the clients that learn; empty, all do."""
     server: str = ""
+    """A stage of this name follows the fit, in which the server works on public data."""
     transfer: bool = True
+    """Whether students learn from their peers' models."""
     refine: bool = True
+    """Whether students refine what they have learned."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = tuple(range(world.clients))

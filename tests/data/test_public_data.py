@@ -11,9 +11,9 @@ from PIL import Image
 
 import toys
 from fedstill.errors import ConfigError, DataError
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.pooled import PooledEngine
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork
 
@@ -35,7 +36,7 @@ def test_a_copy_differs_in_what_was_said_and_shares_no_threads(name: str) -> Non
         engine = replace(engine, workers=2)  # threads, on a machine of one core too
     assert all("correct_by_class" in r.metrics for r in replies(engine, prepared))
     longer = replace(prepared.world, plans={"train": replace(prepared.world.plans["train"], epochs=6)})
-    copy = replace(engine, world=longer, measured=frozenset())
+    copy = replace(engine, world=longer, measures=ClientMeasures())
     assert type(copy) is type(engine)
     assert copy.memory is engine.memory
     theirs = replies(copy, prepared)
@@ -57,8 +58,8 @@ def test_a_flower_engine_is_copied_with_the_engine_of_the_servers_stages() -> No
     here = prepared.engine()
     engine = FlowerEngine(here, None, None)  # type: ignore[arg-type]  # nothing is asked of clients
     engine._held[3] = ("file", "sha")
-    copy = replace(engine, here=replace(here, measured=frozenset()))
-    assert copy.here.measured == frozenset()
-    assert here.measured
+    copy = replace(engine, here=replace(here, measures=ClientMeasures()))
+    assert copy.here.measures == ClientMeasures()
+    assert here.measures.rounds
     assert copy.memory is engine.memory
     assert copy._held == {}, "a stage that is under way belongs to the engine that began it"

@@ -11,9 +11,10 @@ import pytest
 
 import toys
 from fedstill.errors import TooFewReplies
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import Interrupted, Quiet, resume, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
 
@@ -24,7 +25,7 @@ REMEMBERING = toys.toy(toys.Failing(who=-9), rounds=3, topology={"clients": 4, "
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    return [without_times(e) for e in read(folder / "journal.jsonl")]
+    return [without_times(e) for e in read_journal(folder / "journal.jsonl")]
 
 
 def refused(folder: Path) -> list[tuple[int, int, str]]:

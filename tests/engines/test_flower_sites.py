@@ -15,11 +15,13 @@ import toys
 from fedstill.engines.flower.messages import content, header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
-from fedstill.experiment.config import Experiment, as_toml
-from fedstill.experiment.facts import Facts
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import Settings, settle
-from fedstill.experiment.site import Clerk, Site, load_site
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.fields import as_table
 from fedstill.files import digest
 from fedstill.method import census_stage
 from fedstill.records import Payload, Stage
@@ -34,7 +36,7 @@ def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
 
 
 def request_of(settings: Settings, client: int = 0, **changes: Any) -> Request:
-    config = as_toml(settings.tree)
+    config = settings.toml
     ready = prepare(settings, toys.blobs())
     down = Payload(params=ready.world.initial(client))
     stage = Stage(1, 0, "train", tuple(range(CLIENTS)))
@@ -154,7 +156,7 @@ def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
 
 def on_sites(method: Any = "fedavg", **changes: Any) -> Settings:
     settings = settings_of(method, **changes)
-    tree = {**settings.tree, "flower": {**settings["flower"], "federation": "/federation", "data": "sites"}}
+    tree = {**settings.tree, "flower": {**as_table(settings.flower), "federation": "/federation", "data": "sites"}}
     return settle(Experiment(**tree))
 
 
@@ -211,7 +213,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.facts import labels_of
+    from fedstill.experiment.on_flower.facts import labels_of
 
     images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])
@@ -270,7 +272,6 @@ def test_messages_that_are_none_of_ours_are_refused_by_name() -> None:
         "{}",
         '{"client": true}',
         SiteReply(0, 1, 0).header().replace('"examples": 0', '"examples": -1'),
-        SiteReply(0, 1, 0, metrics={"label_counts": [1], "correct_by_class": []}).header(),
         SiteReply(0, 1, 0, metrics={"refused": "no"}).header(),
         SiteReply(0, 1, 0, metrics={"seconds": "long"}).header(),
         SiteReply(0, 1, 0, metrics={"mine": [[[[1]]]]}).header(),

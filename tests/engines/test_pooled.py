@@ -18,8 +18,8 @@ from fedstill.engines.cores import cores, lone_threads, workers
 from fedstill.engines.memory import Memory
 from fedstill.engines.pooled import LIGHT, PooledEngine
 from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.models import contract
 from fedstill.records import Carry, Payload, Stage, View, World
 from fedstill.work import ClientWork

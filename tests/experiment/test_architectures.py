@@ -9,10 +9,11 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.architectures import assigned, dealt, words
-from fedstill.experiment.config import as_toml, from_tree, load
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.client_models import assigned, dealt, words
+from fedstill.experiment.config.experiment import from_tree, load
+from fedstill.experiment.config.settings import as_toml
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import SERVER
 
 SMALL = {"name": "mlp", "hidden": [3]}
@@ -27,8 +28,8 @@ def specs(models: object, clients: int = 4, sampled: int = 4) -> list[str]:
         model="logistic",
     )
     settings = settle(experiment)
-    again = settle(from_tree(tomllib.loads(as_toml(settings.tree)), {}, None))
-    assert as_toml(again.tree) == as_toml(settings.tree), "a run's config.toml resolves to itself"
+    again = settle(from_tree(tomllib.loads(settings.toml), {}, None))
+    assert as_toml(again.tree) == settings.toml, "a run's config.toml resolves to itself"
     world = prepare(settings, toys.blobs()).world
     assert str(world.model(SERVER)).startswith("logistic"), "the server's is [model]"
     return [str(world.model(c)).replace(", projection=0", "") for c in range(clients)]
@@ -69,7 +70,7 @@ def test_in_a_config_file_and_on_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('method = "hiper_fedkd"\n[data]\npublic = 20\n[clients.models]\n"0-1" = "mlp"\n')
     settings = settle(load(path, ("topology.clients=3", "clients.models.2=logistic")))
-    assert [n and n[0] for n in assigned(settings["clients"]["models"], 3)] == ["mlp", "mlp", "logistic"]
+    assert [n and n[0] for n in assigned(settings.of_clients.models, 3)] == ["mlp", "mlp", "logistic"]
 
 
 @pytest.mark.parametrize(

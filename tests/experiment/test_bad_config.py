@@ -10,10 +10,10 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError, DataError, InfeasiblePartition, UnknownName
-from fedstill.experiment.config import Experiment, load
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import Experiment, load
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import run
 
 
 def problem(text: str, folder: Path, *overrides: str) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from fedstill.experiment import explain
-from fedstill.experiment.config import Experiment, as_toml, load, parse_overrides
-from fedstill.experiment.settings import Settings, as_experiment, settle
+from fedstill.experiment.config.experiment import Experiment, from_tree, load
+from fedstill.experiment.config.overrides import parse_overrides
+from fedstill.experiment.config.settings import Settings, as_toml
+from fedstill.experiment.config.settle import settle
 from fedstill.methods.fedntd import FedNTD
 
 FULL = """
@@ -50,28 +52,28 @@ def settled(text: str, folder: Path, *overrides: str) -> Settings:
 
 def test_every_value_of_a_file_is_resolved(tmp_path: Path) -> None:
     settings = settled(FULL, tmp_path)
-    assert (settings["seed"], settings["rounds"], settings.many_threads, settings["measure"]) == (3, 7, (1, 2), ())
+    assert (settings.seed, settings.rounds, settings.threads, settings.measure) == (3, 7, (1, 2), ())
     assert settings.method == FedNTD(beta=0.5)
-    assert (settings.clients, settings["topology"]["sampled"]) == (12, 4)
+    assert (settings.clients, settings.named.topology.values["sampled"]) == (12, 4)
     plan = settings.plans["train"]
     assert (plan.epochs, plan.lr, plan.batch) == (2, 0.05, 25)
     assert plan.momentum == FedNTD.plans["train"].momentum, "unset, the method's own plan counts"
-    assert settings["partition"] == {"kind": "sharding", "shards": 3, "seed": None} | settings["partition"]
+    assert settings.named.partition.table == {"kind": "sharding", "shards": 3, "seed": None}
     assert settings.rules.quorum == 0.75
 
 
 def test_nothing_needs_to_be_said(tmp_path: Path) -> None:
     settings = settled("", tmp_path)
-    assert (settings["method"]["name"], settings["data"]["name"], settings.clients) == ("fedavg", "digits", 20)
-    assert settings["partition"]["alpha"] == 0.1
+    assert (settings.named.method.name, settings.data.name, settings.clients) == ("fedavg", "digits", 20)
+    assert settings.named.partition.values["alpha"] == 0.1
     assert settings.tree == settle(Experiment()).tree == settle(load(None)).tree
 
 
 def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Path) -> None:
     settings = settled(FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs")
     assert settings.method == FedNTD(beta=0.25)
-    assert (settings.plans["train"].lr, settings["seed"], settings["data"]["name"]) == (0.5, 9, "blobs")
-    origins = {key: origin for key, _, origin in explain.values(settings)}
+    assert (settings.plans["train"].lr, settings.seed, settings.data.name) == (0.5, 9, "blobs")
+    origins = {key: origin for key, _, origin in explain.resolved_values(settings)}
     assert origins["method.beta"] == origins["seed"] == origins["plan.train.lr"] == "command line"
     assert origins["rounds"] == origins["topology.clients"] == origins["plan.train.batch"] == "file config.toml"
     assert origins["plan.train.epochs"] == "file config.toml", "it stands in [plan]"
@@ -80,16 +82,16 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["fedprox", "fedavg"])
 def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
-    assert settled(FULL, tmp_path, f"method={name}")["method"]["name"] == name
-    assert settled(f'method = "{name}"', tmp_path)["method"]["name"] == name
-    assert settle(Experiment(method=name))["method"]["name"] == name
+    assert settled(FULL, tmp_path, f"method={name}").named.method.name == name
+    assert settled(f'method = "{name}"', tmp_path).named.method.name == name
+    assert settle(Experiment(method=name)).named.method.name == name
     moved = settled(FULL, tmp_path, "topology=sequential", "partition=iid")
-    assert (moved["topology"]["kind"], moved["partition"]["kind"], moved.clients) == ("sequential", "iid", 12)
+    assert (moved.named.topology.name, moved.named.partition.name, moved.clients) == ("sequential", "iid", 12)
 
 
 def test_a_name_for_a_table_can_be_overridden_inside(tmp_path: Path) -> None:
     settings = settled('data = "digits"\nmethod = "fedntd"', tmp_path, "data.public=50", "method.beta=2")
-    assert (settings["data"]["name"], settings["data"]["public"], settings.method) == ("digits", 50, FedNTD(beta=2.0))
+    assert (settings.data.name, settings.data.public, settings.method) == ("digits", 50, FedNTD(beta=2.0))
 
 
 def test_a_method_can_be_given_as_an_object() -> None:
@@ -113,13 +115,13 @@ def test_a_resolved_config_that_is_loaded_again_resolves_to_itself(text: str, tm
     again = settled(as_toml(first.tree), tmp_path / "elsewhere")
     assert again.tree == first.tree
     assert as_toml(again.tree) == as_toml(first.tree)
-    assert settle(as_experiment(first)).tree == first.tree
+    assert settle(from_tree(first.tree, {}, None)).tree == first.tree
     assert (again.method, again.plans, again.topology) == (first.method, first.plans, first.topology)
 
 
 def test_a_folder_of_data_is_relative_to_the_config(tmp_path: Path) -> None:
     settings = settled("[data]\nname = 'mnist'\nfolder = 'sets'", tmp_path)
-    assert settings["data"]["folder"] == str(tmp_path / "sets")
+    assert settings.data.folder == str(tmp_path / "sets")
 
 
 def test_an_override_is_toml_or_else_a_string() -> None:

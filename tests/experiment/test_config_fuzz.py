@@ -11,8 +11,8 @@ from typing import Any
 import tomli_w
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config import load
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
 
 VALID: dict[str, Any] = {
     "seed": 3,

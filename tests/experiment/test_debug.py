@@ -10,8 +10,9 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
-from fedstill.experiment import journal as journals
-from fedstill.experiment.runner import Quiet, resume, run
+from fedstill.experiment.progress import Quiet
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
 from newcomer import MINE, SHAPES, at_the_server, mine, refusals
 from run_bits import assert_same_bits, bits
@@ -148,7 +149,7 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
         gone = refusals(tmp_path / "run")
         assert [(e["round"], e["client"]) for e in gone] == [(2, 1), (2, 2), (2, 3)]
         assert all("OSError: the network is gone (mine.py, line " in e["refused"] for e in gone)
-        last = journals.read(tmp_path / "run" / "journal.jsonl")[-4:]
+        last = journals.read_journal(tmp_path / "run" / "journal.jsonl")[-4:]
         assert [e["client"] for e in last] == [0, 1, 2, 3], "who replied well stands there too"
         with pytest.raises(TooFewReplies):
             resume(tmp_path / "run", toys.blobs())

@@ -13,8 +13,9 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError, CorruptFile, RunBusy, RunExists
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.runner import Interrupted, resume, run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 

@@ -16,10 +16,10 @@ import torch
 
 import toys
 from fedstill.errors import DiskFull
-from fedstill.experiment import journal as journals
-from fedstill.experiment.checkpoint import Checkpoints
-from fedstill.experiment.journal import Journal
-from fedstill.experiment.runner import resume, run
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.run_directory.journal import Journal
+from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest, make_folder, sweep, write_whole
 from fedstill.records import Payload, State
 from fedstill.wire.codec import encode
@@ -173,7 +173,7 @@ def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path
     again.write("round", text="z")
     length, sha = again.sync()
     again.close()
-    assert [e["event"] for e in journals.read(path)] == ["start", "round"]
+    assert [e["event"] for e in journals.read_journal(path)] == ["start", "round"]
     assert (length, sha) == (path.stat().st_size, digest(path.read_bytes()))
 
 

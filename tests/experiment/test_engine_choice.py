@@ -10,11 +10,12 @@ import pytest
 import toys
 from fedstill.engines import cost
 from fedstill.engines.cost import Work, forward_flops, suited_engine
-from fedstill.experiment.compare import _check_folder, variants
+from fedstill.experiment.comparing.compare import check_folder
+from fedstill.experiment.comparing.variants import variants
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
 from fedstill.records import Plan
 from run_bits import stopped
@@ -72,4 +73,4 @@ def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:
     run(variant.experiment, variant.folder, data=toys.blobs())
     wanted = variant.experiment.with_values({"data.name": "blobs"}, "test")
     (again,) = variants(wanted, tmp_path, seeds=[7])
-    _check_folder(again)
+    check_folder(again)

@@ -8,8 +8,8 @@ import pytest
 
 import toys
 from fedstill.errors import IncompatibleMethod, MethodFailed, TooFewReplies
-from fedstill.experiment import journal as journals
-from fedstill.experiment.runner import run
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
 
 NO_LINE = "what the library stumbles over"
@@ -229,7 +229,7 @@ def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) ->
     experiment, _ = mine(tmp_path, client, at_the_server("fold", "return state.nothing"))
     with pytest.raises(MethodFailed, match=r"Mine\.fold"):
         run(experiment, tmp_path / "run", toys.blobs())
-    events = [e for e in journals.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    events = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
     assert [e["client"] for e in events] == [0, 1, 3, 2]
     assert [e["client"] for e in refusals(tmp_path / "run")] == [2]
 

@@ -10,11 +10,11 @@ import pytest
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.config import load
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.result import Result
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.running.runner import run
 
 METHOD = """
 from dataclasses import dataclass
@@ -114,7 +114,7 @@ def test_an_import_path_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.syspath_prepend(str(folder))
     settings = settle(load(folder / "run.toml", ("method=own_things.ways:Halfway", "method.share=0.25")))
     assert type(settings.method).__name__ == "Halfway"
-    assert settings["method"]["share"] == 0.25
+    assert settings.named.method.values["share"] == 0.25
     for name in ("own_things", "own_things.ways"):
         sys.modules.pop(name)
 

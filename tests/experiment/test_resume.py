@@ -11,7 +11,8 @@ import torch
 
 import toys
 from fedstill.errors import CorruptFile
-from fedstill.experiment.runner import Interrupted, Quiet, resume, run
+from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError, CorruptFile
-from fedstill.experiment.compare import Outcome, Variant, _next, with_starts
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.journal import read
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.comparing.compare import Outcome, _next
+from fedstill.experiment.comparing.variants import seeded, with_starts
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
 from run_bits import assert_same_bits, bits, stopped
 
@@ -36,9 +38,9 @@ def going_on(first: Path, **changes: Any) -> Experiment:
 
 def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -> None:
     run(going_on(first), tmp_path / "second", data=toys.blobs())
-    events = read(tmp_path / "second" / "journal.jsonl")
+    events = read_journal(tmp_path / "second" / "journal.jsonl")
     (initial,) = [e for e in events if e["event"] == "initial"]
-    (last,) = [e for e in read(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
+    (last,) = [e for e in read_journal(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
     assert (initial["accuracy"], initial["class_accuracy"]) == (last["accuracy"], last["class_accuracy"])
     assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
     named = prepare(settle(going_on(first / "model.safetensors")), toys.blobs()).world
@@ -99,16 +101,16 @@ def test_seeds_that_start_from_their_own_seed_are_one_group(first: Path, tmp_pat
 
 
 def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:
-    start = Variant("start", 1, Experiment(), tmp_path / "start")
-    visits = [Variant(name, 1, Experiment(), tmp_path / name, start) for name in "ab"]
-    every = with_starts([*visits, Variant("c", 1, Experiment(), tmp_path / "c")])
+    start = seeded("start", Experiment(), 1, tmp_path / "start")
+    visits = [replace(seeded(name, Experiment(), 1, tmp_path / name), after=start) for name in "ab"]
+    every = with_starts([*visits, seeded("c", Experiment(), 1, tmp_path / "c")])
     assert [v.label for v in every] == ["start", "a", "b", "c"]
     outcomes = [Outcome(v, 1) for v in every]
     outcomes[0].state = "running"
-    tasks = [[o] for o in outcomes[1:]]
-    found = _next(tasks, outcomes)
-    assert found is not None
-    assert [o.variant.label for o in found] == ["c"]
+    tasks = outcomes[1:]
+    ready = _next(tasks, outcomes)
+    assert ready is not None
+    assert ready.variant.label == "c"
     assert _next(tasks[:2], outcomes) is None
     outcomes[0].state = "failed"  # then it is the visit itself that says what is missing
     assert _next(tasks[:2], outcomes) is tasks[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import plain
@@ -13,12 +12,16 @@ from torch import Tensor
 
 import toys
 from fedstill import registry
-from fedstill.experiment.config import Experiment
-from fedstill.experiment.prepare import Prepared, prepare
-from fedstill.experiment.settings import settle
-from fedstill.method import Unwatched, run_census, run_round
-from fedstill.records import Examples, Reply, State
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.method import run_census, run_round
+from fedstill.records import Reply, State
+from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
+
+Rounds = tuple[State, list[Reply], list[Refusal]]
+"""The state after some rounds, and all replies and refusals on the way."""
 
 PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -38,21 +41,7 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     return toys.toy(**{"method": name, **values, **changes})
 
 
-def in_double(ready: Prepared) -> Prepared:
-    """The same run with data and initial parameters in float64."""
-    world, sites = ready.world, ready.sites
-    for client in (-1, *range(world.clients)):
-        start = world.initial(client)
-        world._initial[world.model(client)] = {k: v.double() if v.is_floating_point() else v for k, v in start.items()}
-
-    def wide(examples: Examples | None) -> Examples | None:
-        return examples and replace(examples, images=sites.inputs.plain(examples.images).double())
-
-    wider = replace(sites, train=wide(sites.train), public=wide(sites.public), common_test=wide(sites.common_test))
-    return replace(ready, sites=wider)
-
-
-def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Refusal]]:
+def rounds(ready: Prepared, count: int = 2) -> Rounds:
     """The state after some rounds, and all replies and refusals on the way."""
     method, world, rules = ready.settings.method, ready.world, ready.settings.rules
     replies: list[Reply] = []
@@ -68,7 +57,7 @@ def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Re
         state = method.setup(world)
         if "label_counts" in method.requires():
             state = run_census(state, world, engine, watch, rules)
-        for r in range(1, min(count, ready.settings["rounds"]) + 1):
+        for r in range(1, min(count, ready.settings.rounds) + 1):
             state = run_round(method, state, ready.settings.topology(r, world), world, engine, watch, rules)
     return state, replies, refused
 

@@ -7,7 +7,7 @@ import pytest
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
 
 HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardised"]
 QKTS = ("qkt", "qkt_light", "qkt_light_volunteer", "qkt_light_server", "qkt_var_e")

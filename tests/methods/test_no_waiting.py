@@ -17,8 +17,8 @@ from fedstill import registry
 from fedstill.data.inputs import Inputs
 from fedstill.engines.loop import _Training
 from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.prepare import prepare
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import Examples
 
 aten = torch.ops.aten

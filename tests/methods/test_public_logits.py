@@ -15,12 +15,12 @@ from torch import Tensor
 import toys
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, TooFewReplies
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.runner import run
-from fedstill.experiment.settings import settle
-from fedstill.methods.hiper import HiPerFedKD
-from fedstill.methods.public_logits import Distil, Local
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.runner import run
+from fedstill.methods.hiper_fedkd import HiPerFedKD
+from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.records import SERVER, Examples, State
 from fedstill.registry import method
 
@@ -103,7 +103,7 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
     z.requires_grad_()
     target = method.answers(z.detach().flip(0))
     step = SimpleNamespace(logits=lambda: z, y=torch.tensor([1, 0, 2]), index=torch.arange(3))
-    local = Local(method).terms(step, {"temperature": 0.01})["ce"]
+    local = TrainThenPredict(method).terms(step, {"temperature": 0.01})["ce"]
     distil = Distil(method).terms(step, {"target": target})["distil"]
     (slope,) = torch.autograd.grad((local + distil).sum(), z)
     assert local.isfinite().all()
@@ -112,7 +112,7 @@ def test_training_stays_finite_where_logits_are_far_apart_and_temperatures_low(n
 
 
 def test_fedmds_pretraining_is_refused_on_public_data_without_labels() -> None:
-    from fedstill.experiment.refusals import _check_public_labels
+    from fedstill.experiment.preparing.misfits import _check_public_labels
 
     ready = federation("fedmd")
     blind = relabelled(ready, torch.full_like(ready.sites.public.labels, -1))
@@ -161,9 +161,9 @@ class FailingWork:
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
     whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2}
     result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
-    from fedstill.experiment.journal import read
+    from fedstill.experiment.run_directory.journal import read_journal
 
-    clients = [e for e in read(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
+    clients = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
     failed = [e for e in clients if "refused" in e]
     assert [(e["round"], e["name"], e["client"]) for e in failed] == [(1, where, 0)]
     assert "this site is gone" in failed[0]["refused"]
@@ -199,7 +199,7 @@ def test_the_server_distils_by_the_clients_work() -> None:
 
 def test_a_round_sends_public_logits_and_no_weights() -> None:
     ready = federation("hiper_fedkd")
-    sent = toys.PUBLIC * toys.CLASSES * 4
+    sent = toys.PUBLIC * toys.CLASSES * 8  # tests train in float64
     states, _ = drive(ready)
     method, (local, _, distil) = ready.settings.method, ready.settings.topology(1, ready.world)
     assert method.expects(0, local, ready.world).nbytes == sent

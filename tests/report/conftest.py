@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ from run_journals import stop_after
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.report import heatmaps, series
 from fedstill.report.groups import differing, groups
-from fedstill.report.summary import MEASURES, columns, rows
+from fedstill.report.numbers import COLUMNS
+from fedstill.report.summary import columns, rows
 
 
 def summaries(folder: Path, *names: str) -> list[dict[str, float]]:
@@ -49,7 +50,7 @@ def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
         assert spread.runs == 2
     assert row.seeds == 2
     assert row.note == ""
-    assert columns([row]) == [m for m in MEASURES if not m.key.startswith("query_")], "nobody asked for anything"
+    assert columns([row]) == [m for m in COLUMNS if not m.key.startswith("query_")], "nobody asked for anything"
 
 
 def test_a_second_run_of_a_seed_is_left_out(some_runs: Path) -> None:
@@ -79,7 +80,7 @@ def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
         stop_after(some_runs / name, 0)
     row = rows(groups([some_runs]))[0]
     assert set(row.values.values()) == {None}
-    assert row.text(MEASURES[0]) == "–"
+    assert row.text(COLUMNS[0]) == "–"
 
 
 def test_distinct_splits_are_one_a_seed(finished: Path) -> None:

@@ -14,7 +14,7 @@ from run_journals import events
 
 import toys
 from fedstill.errors import CorruptFile
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 from fedstill.report.features import smoothed
 from fedstill.report.page import write_page
 

@@ -15,7 +15,7 @@ from run_journals import events, stop_after
 import toys
 from fedstill.data.sources import from_tensors
 from fedstill.errors import ConfigError
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 from fedstill.report.markup import as_json
 from fedstill.report.page import write_page
 

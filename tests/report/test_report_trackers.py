@@ -8,7 +8,7 @@ from run_journals import events
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment import runner
+from fedstill.experiment.running import runner
 from fedstill.report.trackers import export, export_tensorboard
 
 

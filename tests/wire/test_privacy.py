@@ -12,9 +12,9 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError
-from fedstill.experiment.journal import read, without_times
-from fedstill.experiment.runner import resume, run
-from fedstill.experiment.settings import settle
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
 from run_bits import stopped
@@ -36,11 +36,11 @@ def test_off_it_changes_nothing() -> None:
 
 
 def test_rows_are_clipped_each_by_itself() -> None:
-    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]])
+    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]], dtype=torch.float64)
     clipped = clip_rows(rows, 2.0)
     expected = [[1.2, 1.6], [0.1, 0.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
-    torch.testing.assert_close(clipped, torch.tensor(expected))
-    assert clipped.norm(dim=1).max() <= 2.0 + 1e-6
+    torch.testing.assert_close(clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    assert clipped.norm(dim=1).max() <= 2.0 + 1e-12
 
 
 def test_noise_has_the_spread_that_is_said_and_is_drawn_by_key() -> None:
@@ -73,6 +73,11 @@ def test_epsilon_is_dp_accountings_where_that_is_installed(multiplier: float) ->
     accounting = pytest.importorskip("dp_accounting")
     ours = gaussian_epsilon(multiplier, 1e-5)
     assert ours == pytest.approx(accounting.get_epsilon_gaussian(multiplier, 1e-5), rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize(("multiplier", "epsilon"), [(1e-9, 5e17), (1e-20, 5e39), (1e-200, math.inf)])
+def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(multiplier: float, epsilon: float) -> None:
+    assert gaussian_epsilon(multiplier, 1e-5) == pytest.approx(epsilon, rel=1e-6)
 
 
 def test_more_uploads_or_less_noise_cost_more_and_no_noise_has_no_bound() -> None:
@@ -115,7 +120,7 @@ def test_clipping_alone_has_no_epsilon_and_says_so(method: str, tmp_path: Path) 
 def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) -> None:
     privacy = {"clip": 3.0, "noise": 20.0}
     whole = run(experiment(**privacy), tmp_path / "whole", data=toys.blobs())
-    events = read(tmp_path / "whole" / "journal.jsonl")
+    events = read_journal(tmp_path / "whole" / "journal.jsonl")
     spent = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
     expected = [Privacy(**privacy).epsilon(toys.PUBLIC, k) for k in (1, 2)]
     assert [row[0] for row in spent] == expected
@@ -124,7 +129,7 @@ def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) ->
     assert {(e["name"], e["noised_rows"]) for e in marked} == {("local", toys.PUBLIC)}
     for stages in (2, 5):
         resume(stopped(experiment(**privacy), tmp_path / str(stages), stages=stages), data=toys.blobs())
-        other = read(tmp_path / str(stages) / "journal.jsonl")
+        other = read_journal(tmp_path / str(stages) / "journal.jsonl")
         assert without_times(other) == without_times(events)
     assert whole.accuracy is not None
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-import fedstill
 from fedstill.errors import FedstillError
+from fedstill.version import VERSION
 
 app = App(
     name="fedstill",
     help="Federated learning that does not forget: train, measure and compare methods when clients' data differ.",
-    version=fedstill.__version__,
+    version=VERSION,
     result_action="return_value",
 )
 

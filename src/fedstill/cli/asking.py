@@ -27,15 +27,15 @@ def query(
     out: The file for the student's model. Unset, one in the working directory.
     set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """
-    from fedstill.experiment.asking import ask, numbered
-    from fedstill.experiment.config import parse_overrides
-    from fedstill.models.files import save_model
+    from fedstill.experiment.answering import ask, numbered
+    from fedstill.experiment.config.overrides import parse_overrides
+    from fedstill.models.model_files import save_model
     from fedstill.report import answer, terminal
 
     asked = numbered(run, classes)
     found = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
     screen = terminal.console()
-    for line in answer.lines(found):
+    for line in answer.answer_tables(found):
         screen.print(line)
     path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, found.query))}.safetensors")
     save_model(path, found.model, found.params)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from fedstill.cli.app import Debug, Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
-    from fedstill.experiment.compare import Variant
+    from fedstill.experiment.comparing.variants import Variant
 
 
-@app.command
-def compare(
+@app.command(name="compare")
+def compare_command(
     config: Path | None = None,
     *,
     methods: Names = (),
@@ -44,12 +44,13 @@ def compare(
     debug: End a run with the first client that fails, and print the traceback of whatever fails.
     quiet: No progress bar.
     """
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load, parse_grid
+    from fedstill.experiment.comparing.variants import new_folder, variants
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.overrides import parse_grid
 
     experiment = load(config, set_)
-    folder = out or compared.new_folder("compare")
-    runs = compared.variants(experiment, folder, methods, seeds, parse_grid(grid))
+    folder = out or new_folder("compare")
+    runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard, debug=debug)
 
 
@@ -66,13 +67,13 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
     """
     from importlib import resources
 
-    from fedstill.experiment import compare as compared
-    from fedstill.experiment.config import load
+    from fedstill.experiment.comparing.variants import new_folder, variants
+    from fedstill.experiment.config.experiment import load
 
     with resources.as_file(resources.files("fedstill.recipes") / "demo.toml") as path:
         experiment = load(path)
-    folder = out or compared.new_folder("demo")
-    runs = compared.variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
+    folder = out or new_folder("demo")
+    runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
     return carry_out(runs, folder, jobs, quiet=quiet)
 
 
@@ -110,10 +111,11 @@ def carry_out(
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
-    from fedstill.experiment import compare as compared
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.comparing.variants import with_starts
     from fedstill.report import terminal
 
-    rounds = sum(compared.rounds_of(v) for v in compared.with_starts(runs))
+    rounds = sum(v.settings.rounds for v in with_starts(runs))
     with terminal.CompareBar(rounds, quiet=quiet) as bar:
         outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
     screen = terminal.console()
@@ -124,7 +126,7 @@ def carry_out(
         from fedstill.report.page import write_page
 
         if show:
-            screen.print(terminal.results(groups(begun)))
+            screen.print(terminal.comparison_table(groups(begun)))
         screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
         if tensorboard:
             from fedstill.report.trackers import export_tensorboard

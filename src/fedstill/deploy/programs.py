@@ -133,7 +133,7 @@ def flwr(federation: Federation, *arguments: str, seconds: float = SECONDS) -> A
     return answer
 
 
-def register(federation: Federation) -> list[str]:
+def register_clients(federation: Federation) -> list[str]:
     """Let in every client whose public key lies in ``server/allowed``; the names of those that are new."""
     new = []
     for path in sorted((federation.server / "allowed").glob("*.pub")):

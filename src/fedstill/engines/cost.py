@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -43,7 +44,7 @@ class Work:
         return max(3 * forward_flops(spec) * batch for spec in self.specs)
 
 
-def suited_engine(stages: Collection[Work], device: str) -> tuple[str, str]:
+def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["pooled", "vectorised"], str]:
     """The engine for a run with these stages, "pooled" or "vectorised", and in words why."""
     wide = [s for s in stages if s.clients > 1]
     if not wide:

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-import fedstill
 from fedstill import registry
 from fedstill.data.examples import examples_digest
 from fedstill.errors import BadPayload, DiskFull
@@ -92,7 +91,7 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
     own: dict[str, str] = {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
     known = {
         "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
-        "work": [_named(type(work)), own],
+        "work": [class_identity(type(work)), own],
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
         "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
@@ -106,7 +105,8 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
     return sum_.hexdigest()
 
 
-def _named(thing: Any) -> list[str]:
+def class_identity(thing: Any) -> list[str]:
+    """A class by name, and by the SHA-256 of its file where that is not the library's."""
     return [f"{thing.__module__}.{thing.__qualname__}", _source(thing)]
 
 
@@ -127,7 +127,7 @@ def _source(thing: Any) -> str:
 @functools.cache
 def _library() -> str:
     """The SHA-256 of the library's source."""
-    root = Path(fedstill.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(p for p in root.rglob("*.py"))
     return digest("".join(f"{p.relative_to(root)} {digest(p.read_bytes())}\n" for p in files).encode())
 

@@ -9,24 +9,21 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
+from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
-from fedstill.engines.passes import correct_by_class
 from fedstill.engines.precision import Precision, set_products
 from fedstill.engines.returned import carry_of, reported, sent_and_remembered
-from fedstill.engines.reuse import KeptReplies, key_of
+from fedstill.engines.reuse import KeptReplies, class_identity, key_of
 from fedstill.errors import ClientFailed, CorruptFile
 from fedstill.files import digest
-from fedstill.fitting import FIT
 from fedstill.keys import seed_for
-from fedstill.models.contract import predictor
 from fedstill.origin import reason
-from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
 from fedstill.work import ClientWork
@@ -69,24 +66,20 @@ class SerialEngine:
     """Runs the clients of a stage in the order of the schedule.
 
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
-    run's definition, because the last bit of a sum depends on them. ``measured``: rounds in which local models are
-    evaluated, in float32 whatever the ``precision`` of training is; if there are any, models that clients fit alone are
-    evaluated in whichever round they are. ``kept``: replies that other runs have kept, for the stages that allow it.
-    ``measures``: by what (``local``: on the common test set; ``epochs``: so after every epoch; ``private_public``: on
-    held-out and public data).
-    ``privacy``: what is done to logits before they leave a client. ``debug``: the first client that fails ends the run,
-    with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives an engine that differs
-    in some of this and has threads of its own; the memory is the same one.
+    run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
+    models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
+    stages that allow it. ``privacy``: what is done to logits before they leave a client. ``debug``: the first client
+    that fails ends the run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives
+    an engine that differs in some of this and has threads of its own; the memory is the same one.
     """
 
     world: World
     sites: Sites
     memory: Memory = field(default_factory=Memory)
     threads: tuple[int, int] = (1, 1)
-    measured: frozenset[int] = frozenset()
     precision: Precision = "fp32"
+    measures: ClientMeasures = field(default_factory=ClientMeasures)
     kept: KeptReplies | None = None
-    measures: tuple[str, ...] = ("local",)
     privacy: Privacy = field(default_factory=Privacy)
     debug: bool = False
 
@@ -142,7 +135,8 @@ class SerialEngine:
         """What a client's reply depends on."""
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
-        measured = (self.measures, examples_digest(test) if test is not None else "") if self._due(stage) else ()
+        taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
+        measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
         more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
@@ -158,7 +152,7 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self._epoch_by_epoch(stage)
+        by_epoch = self.measures.each_epoch(stage)
         trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch)
         return trained, time.perf_counter() - start
 
@@ -182,51 +176,12 @@ class SerialEngine:
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
-    def _due(self, stage: Stage) -> bool:
-        return stage.round in self.measured or (stage.name == FIT and bool(self.measured))
-
-    def _epoch_by_epoch(self, stage: Stage) -> bool:
-        """Whether local models of this stage are measured after every epoch."""
-        return (
-            "epochs" in self.measures and self._due(stage) and stage.view == "private" and SERVER not in stage.clients
-        )
-
-    def _by_epoch(self, view: View, models: Sequence[Tensors], test: Examples) -> dict[str, object]:
-        """What a model that trains knows of each class: as received, and after each epoch."""
-        began = time.perf_counter()
-        right = [self._right(view, params, test).tolist() for params in models]
-        seconds = time.perf_counter() - began
-        return {"label_counts": view.counts.tolist(), "correct_by_epoch": right, "seconds_epochs": seconds}
-
     def _measure(
-        self, stage: Stage, view: View, start: Tensors, params: Tensors, epochs: Sequence[Tensors]
+        self, stage: Stage, view: View, start: Tensors, params: Tensors, by_epoch: Sequence[Tensors]
     ) -> dict[str, object]:
+        """What this client measures: a real site on its own test set, a simulated one as the measures say."""
+        sites, classes = self.sites, self.world.classes
+        seen = AtClient(stage, view, start, params, by_epoch, sites.common_test, sites.public, sites.inputs, classes)
         if view.test is not None and len(view.test) and params:
-            return {"site_accuracy": self._right(view, params, view.test).sum().item() / len(view.test)}
-        if not self._due(stage) or not params:
-            return {}
-        began, found = time.perf_counter(), dict[str, object]()
-        test = self.sites.common_test
-        if "local" in self.measures and test is not None and view.client != SERVER:
-            found |= {
-                "label_counts": view.counts.tolist(),
-                "correct_by_class": self._right(view, params, test).tolist(),
-            }
-        if epochs and test is not None:
-            found |= self._by_epoch(view, (start, *epochs), test)
-        if "private_public" in self.measures:
-            half = time.perf_counter()
-            models = {"before": start, "after": params} if stage.view == "public" else {"after": params}
-            for name, data in (("private", view.validation), ("public", self.sites.public)):
-                if data is not None and len(data) and bool((data.labels >= 0).all()):
-                    counts = torch.bincount(data.labels, minlength=self.world.classes).tolist()
-                    found[name] = {
-                        "counts": counts,
-                        **{k: self._right(view, m, data).tolist() for k, m in models.items()},
-                    }
-            found["seconds_private_public"] = time.perf_counter() - half
-        return {**found, "seconds_measuring": time.perf_counter() - began} if found else {}
-
-    def _right(self, view: View, params: Tensors, test: Examples) -> Tensor:
-        """How many examples of each class these parameters predict right: (C,)."""
-        return correct_by_class(predictor(view.model, params), test, self.sites.inputs, self.world.classes)
+            return {"site_accuracy": sum(seen.correct_by_class(params, view.test)) / len(view.test)}
+        return self.measures.take(seen) if params and self.measures.due(stage) else {}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import registry
-from fedstill.experiment.engine import chosen
+from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import measured_rounds, measures
-from fedstill.experiment.prepare import Prepared
-from fedstill.experiment.settings import Settings
+from fedstill.experiment.preparing.engine_choice import chosen
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
 from fedstill.records import SERVER, Payload, Stage
 
@@ -78,7 +78,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         bytes_up=up,
         parameters=sum(v.numel() for v in world.initial(SERVER).values()),
         data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
-        rounds=settings["rounds"],
+        rounds=settings.rounds,
         engine=_engine(prepared),
     )
 
@@ -104,9 +104,9 @@ class Cost:
 def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
     settings, test = prepared.settings, prepared.sites.common_test
-    rounds = len(measured_rounds(settings["rounds"], settings["measure_every"]))
+    rounds = len(measured_rounds(settings.rounds, settings.measure_every))
     out = []
-    for path, (name, measure) in zip(settings["measure"], measures(settings["measure"]).items(), strict=True):
+    for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds
         looks = 1 + found.trained // max(1, found.examples) if measure.each_epoch else 1
         images = looks * measure.images(len(test) if test else 0, found.clients, found.examples)
@@ -118,11 +118,11 @@ def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
 def _engine(prepared: Prepared) -> str:
     """Which engine carries the run out, and what the cost model says."""
     kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
-    own = prepared.settings["engine"]
+    own = prepared.settings.engine
     return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
 
 
-def values(settings: Settings) -> list[tuple[str, Any, str]]:
+def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
     """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
     return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
 

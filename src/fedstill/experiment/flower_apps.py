@@ -11,11 +11,11 @@ from platformdirs import user_data_path
 from fedstill.engines.flower.client_app import Does
 from fedstill.engines.flower.client_app import client_app as app_of
 from fedstill.engines.flower.messages import require_flower
-from fedstill.experiment import runner
-from fedstill.experiment.config import from_tree
-from fedstill.experiment.site import Clerk, Site, load_site
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.running import runner
 
-MAX_BYTES = 4 << 30
+MAX_REQUEST_BYTES = 4 << 30
 """The largest request that a client reads."""
 
 
@@ -50,5 +50,5 @@ def _server_app() -> Any:
 
 
 require_flower()
-client_app = app_of(clerk_of, MAX_BYTES)
+client_app = app_of(clerk_of, MAX_REQUEST_BYTES)
 server_app = _server_app()

@@ -4,6 +4,8 @@ Source: Yashwanth et al., "Federated Learning on Heterogeneous Data via Adaptive
 FedNTD and FedAvg by Jang & Chou (FedADKD).
 Symbols: lambda = ``weight``; T = ``temperature``; b1, b2 = powers of certainty and rarity; H = entropy of the global
 model's prediction; p = the client's label proportions. w_i is in proportion to exp(-b1 H_i) / p(y_i)^b2 in the batch.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: the repository's lambda is 2 or 20 and its T is 2, FedADKD gives none for its rows; we take 1 and 1.
 Reading: the repository has no T^2 on this term; H is taken at temperature 1 throughout.
 """
@@ -21,6 +23,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
 from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.registry import method
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 
@@ -31,10 +34,15 @@ class ASD(FedAvg):
     """Adaptive self-distillation from the round's global model, of all or of the not-true classes."""
 
     classes: Literal["all", "not_true"] = "not_true"
+    """Which classes are distilled: all, or the not-true ones."""
     weight: NonNegative = 1.0
+    """Weight of the self-distillation (lambda)."""
     temperature: Positive = 1.0
+    """Temperature of the distillation (T)."""
     b1: NonNegative = 1.0
+    """Power of the global model's certainty in an example's weight."""
     b2: NonNegative = 1.0
+    """Power of the rarity of an example's label at the client in its weight."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Weighted(self)
@@ -48,7 +56,8 @@ class Weighted(FromGlobal):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry = super().begin(down, memory, view, world)
-        return Carry(carry.params, carry.teachers, constants={"rarity": view.proportions.log().float()})
+        rarity = view.proportions.log().to(dtype_of(carry.params))
+        return Carry(carry.params, carry.teachers, constants={"rarity": rarity})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each

@@ -6,6 +6,9 @@ the client's own by boosting several models. A baseline of Alballa et al., "Quer
 Heterogeneous Learning Environments" (QKT), Table 2, for queries of one class. All else here is ours.
 Symbols: g, w = a helper's gradient and weight; ``share`` = the share of each layer that is taken; ``samples`` examples
 of noise; ``participants`` as in naive KD.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model with its helper's parameters in it; vote.N = the weights (2,) of both models' votes.
+Memory: nothing.
 Reading: the helper is the peer whose mean softmax on noise is largest for the class asked for; of equal ones the first.
 Reading: significant is a large abs(g w) of the helper's cross-entropy on that noise, labelled as the class asked for.
 The largest of every layer's weights, and of its biases, replace the client's in a copy of its model; running statistics
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +37,7 @@ from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.teachers import noise
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 
@@ -48,8 +52,11 @@ class CLUE(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     share: PositiveShare = 0.1
+    """Share of each layer's entries that is taken from the helper, at least one entry."""
     samples: Count = 20
+    """Examples of noise on which the peers' models are probed."""
     participants: CountOrZero = 0
+    """Clients that take part in one exchange, the one that asks included; 0 is all."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
@@ -67,14 +74,13 @@ class CLUE(LocalOnly):
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         own = super().expects(client, stage, world)
-        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2))
+        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
             return super().fold(state, replies, stage, world)
         votes = {f"vote.{r.client}": r.up.tensor("vote") for r in replies}
-        learned = with_students(state, replies)
-        return replace(learned, extra=Payload({**learned.extra, **votes}))
+        return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         own, patched = fitted(state), state.extra.many("student")
@@ -104,8 +110,8 @@ class Patched(ClientWork):
         knows = {c: float(probed(world.model(c), p, world, self.method.samples)[wanted]) for c, p in peers.items()}
         helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
         patched = self.patched(down.params, peers[helper], wanted, view, world) if peers else dict(down.params)
-        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)])
-        both = weights if bool(weights.any()) else torch.ones(2)
+        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)], dtype=dtype_of(down.params))
+        both = weights if bool(weights.any()) else torch.ones_like(weights)
         return Carry({}, constants={"helper": helper, "patched": patched, "vote": both})
 
     def patched(self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World) -> dict[str, Tensor]:

@@ -4,6 +4,9 @@ Source: Song, "Cyclical Weight Consolidation: Towards Solving Catastrophic Forge
 its code; the importance is that of Zenke et al., "Continual Learning Through Synaptic Intelligence" (2017).
 Symbols: c = ``weight``; a = ``decay``; eps = ``epsilon``; Omega = importance, which travels with the model; omega = one
 client's share of it, W / ((w_end - w_start)^2 + eps) with the path integral W = -sum over steps of gradient * change.
+State: the global parameters; importance = Omega, for each trained parameter; cycle = how many clients the round's chain
+has; omega.N = the Nth omega, the last cycle's alone, where ``memory`` is "sliding".
+Memory: nothing.
 Reading: the code keeps omegas in a queue and folds them, times a, into the memory once a cycle of clients is full. The
 same is one sum that is multiplied by a at the end of every round; with a part of the clients a round (SFedKD), the
 round is the cycle, so that decay comes "on revisitation". ``memory`` "ema" is that, "sliding" the sum of the last
@@ -18,7 +21,7 @@ and 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
@@ -39,11 +42,17 @@ class CWC(FedSeq):
     """Sequential training with a consolidation penalty whose importance is handed on and decays by rounds."""
 
     weight: NonNegative = 0.1
+    """Weight of the consolidation penalty (c)."""
     decay: Share = 0.5
+    """What the importance is multiplied by after every round (a), where ``memory`` is "ema"."""
     epsilon: Positive = 1e-3
+    """What keeps importance finite where a parameter hardly moved (eps)."""
     memory: Literal["ema", "sliding", "sum"] = "ema"
+    """Which omegas count: all, decayed by rounds ("ema"), the last cycle's ("sliding"), or all alike ("sum")."""
     clamp: bool = False
+    """Whether negative entries of an omega are cut off at 0."""
     lseg: bool = False
+    """Whether the path integral takes the gradient of the cross-entropy alone, not of the whole loss."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if not stages[0].hop:
@@ -81,8 +90,7 @@ class CWC(FedSeq):
         total = zeros_like(new)
         for omega in kept.values():
             total = add(total, omega)
-        after = after.without("omega.").next(importance=total)
-        return replace(after, extra=Payload({**after.extra, **many("omega", kept)}))
+        return after.without("omega.").next(groups=many("omega", kept), importance=total)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,9 @@ Source: Itahara et al., "Distillation-Based Semi-Supervised Federated Learning f
 Training With Non-IID Private Data" (2021): entropy reduction aggregation (ERA), a softmax of the mean at a low
 temperature.
 Symbols: T = ``temperature`` of the aggregation; o_r = the public images of a round, ``subset`` many.
+State: the parameters of the server's model; subset = positions (o_r,) of the round's public images, where ``subset``
+asks for fewer than all; target = what all learn on these, (o_r, C), until the clients have.
+Memory: params = the client's own model.
 Reading: the paper exchanges 1,000 of its 20,000 public images a round; here all of them unless ``subset`` says so.
 Reading: there is no official code. Five epochs in batches of 100 with plain SGD at 0.1 are our reading of its setting.
 """
@@ -17,22 +20,24 @@ from torch import Tensor
 
 from fedstill.fields import Positive
 from fedstill.losses import soft_cross_entropy
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, PublicLogits
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=100, lr=0.1)
+DSFL_PLAN = Plan(epochs=5, batch=100, lr=0.1)
 
 
 @method("dsfl")
 @dataclass(frozen=True)
-class DSFL(PublicLogits):
+class DSFL(LogitExchange):
     """Learn from the sharpened mean of the clients' probabilities on public images."""
 
-    plans: ClassVar[dict[str, Plan]] = {LOCAL: PAPER, TEACH: PAPER, DISTIL: PAPER}
+    plans: ClassVar[dict[str, Plan]] = {LOCAL: DSFL_PLAN, TEACH: DSFL_PLAN, DISTIL: DSFL_PLAN}
 
     aggregation: Literal["era", "mean"] = "era"
+    """How the clients' probabilities become the target: their mean sharpened ("era"), or the mean as it is."""
     temperature: Positive = 0.1
+    """Temperature of the sharpening (T)."""
 
     def answers(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)

@@ -2,6 +2,8 @@
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), section 4.1 and
 appendix A.6.2.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples.
+Memory: nothing.
 Reading: the mean is of probabilities, and a client's own model is one of them.
 Reading: with ``participants``, each client asks that many clients, itself included, drawn by key.
 """
@@ -31,6 +33,7 @@ class Ensemble(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     participants: CountOrZero = 0
+    """Clients whose models predict for a client, itself included; 0 is all."""
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         models = fitted(state)

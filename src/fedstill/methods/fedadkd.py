@@ -4,6 +4,10 @@ Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoup
 Symbols: alpha, beta = weights of true-class and not-true-class distillation (eq. 2); delta = spread of the
 heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi = per-client weight (eq. 7); G = Gini index of a
 client's labels (eq. 5).
+State: the global parameters; gini = G of each client (clients,) as it sent it last, 1 at first; phi = on a chain, the
+weights (clients,) of the round's clients, 0 for the others; labels = the census's label counts (clients, C), where
+``phi_timing`` is "exact".
+Memory: nothing.
 Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) as it is.
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1. ``phi_timing`` "stale" is that to
 the letter: a client's G is the one it last sent, 1 at first. "exact" takes all label counts before round 1.
@@ -39,8 +43,11 @@ class FedADKD(FedDKD):
 
     tckd: Literal["target", "binary"] = "target"
     delta: Positive = 1.0
+    """Spread of the heterogeneity map f(G) = log(1 + delta G)."""
     phi_timing: Literal["stale", "exact"] = "stale"
+    """Which Gini indices count: those that clients sent last ("stale"), or those of a census ("exact")."""
     phi_source: Literal["f", "G"] = "f"
+    """What phi is in proportion to: the map f(G), or the Gini index G itself."""
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.phi_timing == "exact" else set())

@@ -4,6 +4,8 @@ Source: Mendieta et al., "Local Learning Matters: Rethinking Data Heterogeneity 
 code, with ResNet-56 (``[model] name = "resnet56"``, there with ``norm = "batch"``).
 Symbols: mu = ``mu``; omega_S = ``width``; K = TM TM^T, TM = the transmitting matrix of a stage; s(K) = the root of K's
 spectral norm by ``iterations`` of the power method.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: the term's size is always mu times the cross-entropy's: it is multiplied by their ratio, a constant. Where the
 term is 0 we add nothing.
 Reading: the code's optimiser has Nesterov momentum, drops the last batch, and belongs to a worker process, so that its
@@ -40,8 +42,11 @@ class FedAlign(FedAvg):
     }
 
     mu: NonNegative = 0.45
+    """Size of the alignment term, as a multiple of the cross-entropy's."""
     width: Annotated[float, Interval(gt=0, lt=1)] = 0.25
+    """Width of the slim last stage, as a share of the full one (omega_S)."""
     iterations: Count = 10
+    """Steps of the power method that finds the largest singular value."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Aligned(self)

@@ -1,6 +1,8 @@
 """FedAvg(1): the mean of the models that clients trained alone; one exchange, no more.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
+State: the global parameters, nothing more: the initial ones, then the mean.
+Memory: nothing.
 Reading: the paper says one round of FedAvg; we average the models trained to their end, for those are what one exchange
 between peers can give. Models that started equal and trained apart average to about chance, as in the paper.
 """
@@ -30,6 +32,7 @@ class FedAvgOnce(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset()
 
     aggregation: Weighting = "examples"
+    """How clients are weighed in the mean: by their numbers of examples, or all alike."""
 
     def setup(self, world: World) -> State:
         return State(params=world.initial(SERVER))

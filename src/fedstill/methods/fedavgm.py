@@ -2,6 +2,8 @@
 
 Source: Hsu et al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification".
 Symbols: beta = ``momentum``; eta = ``server_lr``; v = the running sum.
+State: the global parameters; velocity = v, for each trained parameter, 0 at first.
+Memory: nothing.
 Reading: the paper has eta = 1 throughout; trained entries alone have momentum, buffers (running variances, which a
 momentum could make negative) are averaged.
 """
@@ -28,7 +30,9 @@ class FedAvgM(FedAvg):
     """FedAvg whose server moves by a running sum of changes: v = beta v + (w - mean), w = w - eta v."""
 
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
+    """What the running sum of changes is multiplied by in every round (beta)."""
     server_lr: Positive = 1.0
+    """How far the server moves along the running sum (eta)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (

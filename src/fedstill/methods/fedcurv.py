@@ -3,6 +3,9 @@
 Source: Shoham et al., "Overcoming Forgetting in Federated Learning on Non-IID Data" (2019), in the form FedNTD ran.
 Symbols: lambda = ``weight``; s = ``samples``; u_k = diagonal Fisher information of client k, v_k = u_k w_k; P, Q =
 their sums over the other clients.
+State: the global parameters; fisher, fisher_params = the sums of u_k and v_k over the clients that count, for each
+trained parameter; counted = 1 for each client whose u_k is in them, else 0, (clients,).
+Memory: fisher, fisher_params = the client's own u_k and v_k of its last run.
 Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever seen; ``scope``.
 Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss earlier ones; not here.
 """
@@ -34,8 +37,11 @@ class FedCurv(FedAvg):
     permits: ClassVar[frozenset[str]] = frozenset()  # Fisher information would need a noise of its own
 
     weight: NonNegative = 1.0
+    """Weight of the pull towards the other clients' models (lambda)."""
     samples: Count = 500
+    """About how many examples a client's Fisher information is taken from (s)."""
     scope: Literal["all_seen", "last_round"] = "all_seen"
+    """Whose information counts: that of all clients ever seen, or of the last round's."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (

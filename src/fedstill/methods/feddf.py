@@ -3,6 +3,8 @@
 Source: Lin et al., "Ensemble Distillation for Robust Model Fusion in Federated Learning" (2020), Algorithm 1 with its
 AvgLogits: the target is the softmax of the plain mean of the sampled clients' logits.
 Symbols: tau = ``temperature`` (1 in the paper, whose code multiplies the divergence by tau^2, as here).
+State: the global parameters; model.N = what client N sent in this round, until the server has distilled.
+Memory: nothing.
 Reading: the paper's server takes up to 10,000 steps of 128 public images and stops after 1,000 without gain on held-out
 labelled images; 10,000 steps are 25 passes over its 50,000 public images. Here the server has no labelled images, and
 makes a fixed number of passes, 25 as it is; ``[plan.teach_server]`` changes it (``steps`` instead of ``epochs``, too).
@@ -13,7 +15,7 @@ Reading: its clients train for 40 epochs at a rate of 0.1 without momentum; here
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,12 +23,12 @@ from torch import Tensor
 
 from fedstill.fields import Positive
 from fedstill.losses import kd
-from fedstill.methods.fedavg import PAPER, FedAvg
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
-SERVERS = "teach_server"
+TEACH_SERVER = "teach_server"
 """The stage in which the server distils."""
 
 
@@ -35,37 +37,38 @@ SERVERS = "teach_server"
 class FedDF(FedAvg):
     """FedAvg, then the server distils the mean of the clients' logits into the average, on unlabelled public data."""
 
-    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS}
-    stages: ClassVar[frozenset[str]] = frozenset({"train", SERVERS})
+    schedule: ClassVar[Mapping[str, Any]] = {"server": TEACH_SERVER}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", TEACH_SERVER})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
     permits: ClassVar[frozenset[str]] = frozenset()  # the server runs each client's model
     plans: ClassVar[Mapping[str, Plan]] = {
-        "train": PAPER,
-        SERVERS: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),
+        "train": FEDNTD_PLAN,
+        TEACH_SERVER: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),
     }
 
     temperature: Positive = 1.0
+    """Temperature of the server's distillation (tau)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if stages[0].hop:
             return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
-        if SERVERS not in {s.name for s in stages}:
-            return f"it needs its server's stage; set topology.server = {SERVERS!r}"
+        if TEACH_SERVER not in {s.name for s in stages}:
+            return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
         return ""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        models = state.extra.many("model") if stage.name == SERVERS else {}
+        models = state.extra.many("model") if stage.name == TEACH_SERVER else {}
         return Payload({"params": state.params, **many("model", models)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Fused(self.temperature) if stage.name == SERVERS else ClientWork()
+        return Fused(self.temperature) if stage.name == TEACH_SERVER else ClientWork()
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        if stage.name == SERVERS:
+        if stage.name == TEACH_SERVER:
             return state.without("model.").next(params=replies[0].up.params)
         averaged = super().fold(state.without("model."), replies, stage, world)
         models = many("model", {r.client: r.up.params for r in replies})
-        return replace(averaged, extra=Payload({**averaged.extra, **models}))
+        return averaged.next(groups=models)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 Source: Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation",
 section II.B, after Zhao et al., "Decoupled Knowledge Distillation" (2022).
 Symbols: alpha, beta = weights of true-class (TCKD) and not-true-class distillation (NCKD); tau = ``temperature``.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: the paper's "original" NCKD keeps the true class's dimension and does worse, but DKD's published formula equals
 removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for it. "mask1000" is DKD's formula, "slice" the
 not-true part of the divergence over all classes.
@@ -38,10 +40,15 @@ class FedDKD(FedAvg):
     """FedAvg with true-class and not-true-class distillation from the round's global model, the same on all clients."""
 
     alpha: NonNegative = 1.0
+    """Weight of the true-class distillation (TCKD)."""
     beta: NonNegative = 1.0
+    """Weight of the not-true-class distillation (NCKD)."""
     temperature: Positive = 1.0
+    """Temperature of both (tau)."""
     tckd: Literal["target", "binary"] = "binary"
+    """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest ("binary")."""
     nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
+    """What becomes of the true class in NCKD: removed ("mask1000" alike), its logit 0, or its part left out."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Decoupled(self)
@@ -50,15 +57,16 @@ class FedDKD(FedAvg):
 @method("feddkd_groups")
 @dataclass(frozen=True)
 class FedDKDOfGroups(FedDKD):
-    """FedDKD in which the first clients have a true-class weight of their own, ``alpha_first``.
+    """FedDKD in which the first clients have a true-class weight of their own.
 
-    ``first``: their share of all clients, rounded to whole ones: of a ``hybrid`` split its ``iid_share`` makes them the
-    IID clients. Source: FedADKD's paper, section II.B and figure 4.
+    Source: FedADKD's paper, section II.B and figure 4.
     """
 
     tckd: Literal["target", "binary"] = "target"
     first: Share = 0.1
+    """Share of all clients, rounded to whole ones, in the first group; a ``hybrid`` split's IID share, for one."""
     alpha_first: NonNegative = 1.0
+    """Weight of the true-class distillation on clients of the first group."""
 
     def work(self, stage: Stage) -> ClientWork:
         return OfGroups(self)

@@ -3,6 +3,8 @@
 Source: Acar et al., "Federated Learning Based on Dynamic Regularization" (2021), Algorithm 1.
 Symbols: alpha = weight of the proximal term; g_i = a client's gradient at its last model; h = the server's mean of
 them.
+State: the global parameters; h = the server's, for each trained parameter, 0 at first.
+Memory: gradient = g_i, for each trained parameter.
 Reading: the algorithm averages participants uniformly; ``aggregation`` is uniform as it is. FedNTD's code averages by
 size, but sums h uniformly; ``aggregation`` "examples" is that.
 Reading: the paper's alpha goes from 0.001 to 0.1 with the data, FedNTD's code has 0.1; we take 0.01.
@@ -34,6 +36,7 @@ class FedDyn(FedAvg):
 
     aggregation: Weighting = "uniform"
     alpha: Positive = 0.01
+    """Weight of the proximal term (alpha)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (

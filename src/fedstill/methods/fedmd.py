@@ -4,6 +4,9 @@ Source: Li & Wang, "FedMD: Heterogenous Federated Learning via Model Distillatio
 Stages: ``pretrain`` on the public images and their labels, and ``transfer`` on the client's own data, once; then, a
 round, the consensus and its digest (``distil``), and the revisit of the own data, which is the next round's ``local``,
 and after the last round ``revisit``. Only ``pretrain`` reads public labels; ``topology.first = ""`` leaves it out.
+State: the parameters of the server's model; subset = positions (P,) of the round's public images, where ``subset`` asks
+for fewer than all; target = the consensus on these, (P, C), until the clients have learned from it.
+Memory: params = the client's own model.
 Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the most its code allows.
 Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by absolute error.
 Reading: the consensus is of ``subset`` public images, drawn anew each round (5,000 in the code); 0, as it is: of all.
@@ -20,13 +23,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedstill.losses import logit_error
-from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, Local, PublicLogits, own_model
+from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange, TrainThenPredict, own_model
 from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
 PRETRAIN, TRANSFER, REVISIT = "pretrain", "transfer", "revisit"
-ALONE = (PRETRAIN, REVISIT)
+NO_UPLOAD = (PRETRAIN, REVISIT)
 """The stages in which a client sends nothing."""
 
 DIGEST = Plan(epochs=1, batch=256, optimiser="adam", lr=0.001)
@@ -35,7 +38,7 @@ OWN = Plan(epochs=4, batch=5, optimiser="adam", lr=0.001)
 
 @method("fedmd")
 @dataclass(frozen=True)
-class FedMD(PublicLogits):
+class FedMD(LogitExchange):
     """Learn from the mean of the clients' logits on public images, after pre-training on these with their labels."""
 
     schedule: ClassVar[Mapping[str, Any]] = {"first": PRETRAIN, "start": TRANSFER, "last": REVISIT}
@@ -52,16 +55,16 @@ class FedMD(PublicLogits):
     }
 
     def work(self, stage: Stage) -> ClientWork:
-        return Alone(self) if stage.name in ALONE else super().work(stage)
+        return TrainWithoutUpload(self) if stage.name in NO_UPLOAD else super().work(stage)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name in ALONE else super().expects(client, stage, world)
+        return NOTHING if stage.name in NO_UPLOAD else super().expects(client, stage, world)
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return NOTHING if stage.name in ALONE else super().down(state, client, stage, world)
+        return NOTHING if stage.name in NO_UPLOAD else super().down(state, client, stage, world)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state if stage.name in ALONE else super().fold(state, replies, stage, world)
+        return state if stage.name in NO_UPLOAD else super().fold(state, replies, stage, world)
 
     def answers(self, logits: Tensor) -> Tensor:
         return logits
@@ -71,7 +74,7 @@ class FedMD(PublicLogits):
 
 
 @dataclass(frozen=True)
-class Alone(Local):
+class TrainWithoutUpload(TrainThenPredict):
     """A client trains its own model with labels, and keeps it: on public images first, on its own last."""
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:

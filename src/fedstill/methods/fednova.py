@@ -2,6 +2,9 @@
 
 Source: Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (2020).
 Symbols: tau_i = local steps; rho = momentum; a_i = effective steps; p_i = share of examples; d_i = mean direction.
+State: the global parameters; direction = the control variate's global term, for each trained parameter, unless ``ccvr``
+is "off"; labels = the census's label counts (clients, C), where ``ccvr`` is "full".
+Memory: direction = d_i of the client's last run, for each trained parameter, unless ``ccvr`` is "off".
 Reading: ``ccvr`` is what the FedNTD repository adds to it, a control variate: "repo" as it runs there, with a global
 term that stays 0, so that a client is pushed away from its own last direction; "full" with the update of the global
 term that the repository defines and never calls. The published sharding rows of FedNTD cannot come from plain FedNova,
@@ -33,6 +36,7 @@ class FedNova(FedAvg):
     permits: ClassVar[frozenset[str]] = frozenset()  # each client's change is divided by its own steps
 
     ccvr: Literal["off", "repo", "full"] = "off"
+    """The FedNTD repository's control variate: none, as it runs there, or with its global term updated as well."""
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"label_counts"} if self.ccvr == "full" else set())

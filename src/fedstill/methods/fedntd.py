@@ -3,6 +3,8 @@
 Source: Lee et al., "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning" (2022),
 eq. 10, with the mix of appendix H and the squared-error variant of appendix L.
 Symbols: beta = weight of not-true distillation; tau = ``temperature``; lambda = ``mix``.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: eq. 10 has no tau^2, the authors' code does; we keep it (it matters away from tau = 1 only).
 Reading: appendix H's mix has coefficient 1 on the cross-entropy (eq. 17, 18), unlike eq. 3; we follow appendix H.
 Reading: appendix L leaves the reduction open; divergence at beta 0.3 fits a sum over the C-1 logits, not a mean.
@@ -29,7 +31,9 @@ class FedNTD(FedAvg):
     """FedAvg with not-true distillation from the round's global model."""
 
     beta: NonNegative = 1.0
+    """Weight of the not-true distillation."""
     temperature: Positive = 1.0
+    """Temperature of the distillation (tau)."""
 
     def work(self, stage: Stage) -> ClientWork:
         return NotTrue(self)
@@ -41,7 +45,9 @@ class FedNTDSquared(FedAvg):
     """FedNTD with squared error between the not-true logits instead of the divergence."""
 
     beta: NonNegative = 0.01
+    """Weight of the squared error of the not-true logits."""
     reduction: Literal["sum", "mean"] = "sum"
+    """Whether squared errors are summed over the not-true classes, or averaged."""
 
     def work(self, stage: Stage) -> ClientWork:
         return NotTrueSquared(self)
@@ -54,7 +60,9 @@ class KDToNTD(FedAvg):
     """Distillation that goes from all classes (mix 0) to the not-true classes (mix 1)."""
 
     mix: Share = 0.5
+    """Share of the not-true distillation; the rest is that of all classes (lambda)."""
     temperature: Positive = 1.0
+    """Temperature of both (tau)."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Mixed(self)

@@ -2,6 +2,8 @@
 
 Source: Li et al., "Federated Optimization in Heterogeneous Networks" (2020), eq. 2.
 Symbols: mu = weight of the penalty.
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: FedNTD's table 5 has mu = 0.1, its configuration 1.0; we take the table's.
 """
 
@@ -27,6 +29,7 @@ class FedProx(FedAvg):
     """FedAvg with (mu/2) ||w - w_global||^2 added to each client's loss."""
 
     mu: NonNegative = 0.1
+    """Weight of the proximal penalty."""
 
     def work(self, stage: Stage) -> ClientWork:
         return LocalTraining(self.mu)

@@ -3,6 +3,8 @@
 Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning on Heterogeneous Data" (2023), Algorithm 1;
 training settings from Xu et al., "SFedKD: Sequential Federated Learning with Discrepancy-Aware Multi-Teacher Knowledge
 Distillation".
+State: the global parameters, nothing more.
+Memory: nothing.
 Reading: the first paper's code counts steps, with batches of 20 and gradients clipped at 50; SFedKD gives five epochs
 with batches of 64, a learning rate of 0.01 and a weight decay of 1e-4, and names no momentum, clipping or decay of the
 learning rate. There are none here.
@@ -18,7 +20,7 @@ from fedstill.method import Method
 from fedstill.records import Plan, Stage, World
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
+FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 """SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""
 
 
@@ -28,7 +30,7 @@ class FedSeq(Method):
     """Plain training along a chain: the last client's model is the round's."""
 
     topology: ClassVar[str] = "sequential"
-    plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return "" if stages[0].hop else "side by side it is method fedavg; choose that, or leave topology.kind out"

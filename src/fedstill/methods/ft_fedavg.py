@@ -2,6 +2,8 @@
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2:
 100 rounds of two epochs, then four; Adam as in local training.
+State: the global parameters; student.N = client N's fine-tuned model, after the last round.
+Memory: nothing.
 """
 
 from __future__ import annotations

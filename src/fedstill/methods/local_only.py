@@ -1,12 +1,14 @@
 """Local only: every client trains a model of its own and asks nobody; what all one-shot methods start from.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples.
+Memory: nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -43,7 +45,7 @@ class LocalOnly(Method):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         sizes = {f"size.{r.client}": r.examples for r in replies}
         models = many("model", {r.client: r.up.params for r in replies})
-        return replace(state, extra=Payload({**state.extra, **models, **sizes}))
+        return state.next(groups={**models, **sizes})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         return {}
@@ -52,7 +54,7 @@ class LocalOnly(Method):
 def with_students(state: State, replies: Sequence[Reply]) -> State:
     """The state with what clients ended with, in groups ``student``."""
     students = many("student", {r.client: r.up.params for r in replies})
-    return replace(state, extra=Payload({**state.extra, **students}))
+    return state.next(groups=students)
 
 
 def fitted(state: State) -> dict[int, Tensors]:

@@ -2,6 +2,8 @@
 
 Source: Li et al., "Model-Contrastive Federated Learning" (2021), eq. 3 and 4.
 Symbols: mu = ``mu``; T = ``temperature``.
+State: the global parameters, nothing more.
+Memory: params = the model that the client ended with last.
 Reading: the original network has a projection head under its classifier: give the model one (``[model] projection``).
 FedNTD ran it without, on the features before the last layer, with mu = 1 in its table and 0.1 in its configuration.
 Reading: a client's previous model is the initial global one until it has trained; frozen models are in evaluation mode.
@@ -30,7 +32,9 @@ class Moon(FedAvg):
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features"})
 
     mu: NonNegative = 1.0
+    """Weight of the contrast."""
     temperature: Positive = 0.5
+    """Temperature of the contrast (T)."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Contrasted(self)

@@ -2,6 +2,9 @@
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), eq. 1.
 Symbols: alpha = weight of the distillation; tau = ``temperature``; T = the teachers, all other clients.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model after it has learned from its peers.
+Memory: nothing.
 Reading: the sum over teachers is a sum, not a mean, in the text and in eq. 1 and 4.
 Reading: an epoch count of 25 is for CIFAR-10 and CINIC-10; other data have 10: set ``[plan.transfer] epochs``.
 Reading: ``participants`` is the number of clients that take part in a client's one exchange, itself included (0: all).
@@ -42,8 +45,11 @@ class NaiveKD(LocalOnly):
     personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER})
 
     alpha: NonNegative = 1.0
+    """Weight of the distillation from the teachers."""
     temperature: Positive = 1.0
+    """Temperature of the distillation (tau)."""
     participants: CountOrZero = 0
+    """Clients that take part in a client's one exchange, itself included; 0 is all."""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == FIT:

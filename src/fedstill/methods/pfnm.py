@@ -5,6 +5,9 @@ convolutions, the code of Wang et al., "Federated Learning with Matched Averagin
 "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
 Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes`` over the clients after the first
 match; where a layer has ``most`` global units, a client adds no more than one.
+State: the global parameters, and their architecture, once units are matched; candidate.N = the model that the Nth
+setting makes, until clients have tried all; labels = the census's label counts (clients, C).
+Memory: nothing.
 Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the one of best train
 accuracy: here the server sends every candidate to the clients (the stage ``transfer``), who count what it gets right of
 their own data. With one value each, nothing is sent again.
@@ -26,7 +29,7 @@ from torch import Tensor
 from fedstill.fields import Candidates, Count, CountOrZero
 from fedstill.fitting import FIT
 from fedstill.keys import seed_for
-from fedstill.matching import Setting, match_models, matchable, widened
+from fedstill.matching import MatchingSettings, match_models, matchable, widened
 from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.naive_kd import TRANSFER
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
@@ -45,16 +48,21 @@ class PFNM(FedAvgOnce):
     permits: ClassVar[frozenset[str]] = frozenset()  # the server needs each client's model
 
     gamma: Candidates = (1.0, 0.001, 50.0)
+    """How readily a unit becomes a new global one: the values to try."""
     variance: Candidates = (1.0, 0.1, 0.5)
+    """Variance of clients' weights about the global ones (sigma^2): the values to try."""
     prior_variance: Candidates = (1.0, 10.0)
+    """Variance of the global weights about their prior mean (sigma_0^2): the values to try."""
     most: Count = 700
+    """Global units of a layer from which on a client adds no more than one."""
     passes: CountOrZero = 5
+    """Passes over the clients after the first match."""
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[MatchingSettings]:
         """What is tried, in the order of the fields' values."""
         grid = product(self.gamma, self.variance, self.prior_variance)
-        return [Setting(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
+        return [MatchingSettings(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
@@ -81,16 +89,16 @@ class PFNM(FedAvgOnce):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
-            found = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
-            if len(found) == 1:
-                return self.chosen(state, found[0], world)
-            return replace(state, extra=Payload({**state.extra, **many("candidate", found)}))
+            candidates = {i: self.matched(state, replies, stage, world, s) for i, s in enumerate(self.settings)}
+            if len(candidates) == 1:
+                return self.chosen(state, candidates[0], world)
+            return state.next(groups=many("candidate", candidates))
         right = torch.stack([r.up.tensor("right") for r in replies]).sum(0)
         best = state.extra.many("candidate")[int(right.argmax())]
         return self.chosen(state.without("candidate."), best, world)
 
     def matched(
-        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: Setting
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: MatchingSettings
     ) -> dict[str, Tensor]:
         """The model that the clients' make under one setting."""
         draw = np.random.default_rng(seed_for(world.seed, stage.round, stage.index, SERVER, "matching"))

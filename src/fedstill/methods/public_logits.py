@@ -23,13 +23,14 @@ from fedstill.keys import generator, seed_for
 from fedstill.losses import cross_entropy
 from fedstill.method import Method
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
 
 
 @dataclass(frozen=True)
-class PublicLogits(Method):
+class LogitExchange(Method):
     """The server's half that all of them share; what is sent, what is made of it and how it is learned, they say."""
 
     topology: ClassVar[str] = "public_logits"
@@ -71,7 +72,7 @@ class PublicLogits(Method):
         return Payload({**which, "temperature": self.temperature_of(state, client)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Distil(self) if stage.name in (TEACH, DISTIL) else Local(self)
+        return Distil(self) if stage.name in (TEACH, DISTIL) else TrainThenPredict(self)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name in (TEACH, DISTIL):
@@ -80,7 +81,8 @@ class PublicLogits(Method):
 
     def _blank(self, world: World) -> Tensor:
         """As large as the answers of one client, for those who look at a round before it runs."""
-        return torch.zeros(min(self.subset or world.public, world.public), world.classes)
+        rows = min(self.subset or world.public, world.public)
+        return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == TEACH:
@@ -96,10 +98,10 @@ def own_model(memory: Payload, view: View, world: World) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Local(ClientWork):
+class TrainThenPredict(ClientWork):
     """A client trains its own model on its own data, and says what it thinks of the public images."""
 
-    method: PublicLogits
+    method: LogitExchange
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         if len(view.data) == 0:
@@ -119,7 +121,7 @@ class Local(ClientWork):
 class Distil(ClientWork):
     """The server or a client learns from the consensus; no label is read."""
 
-    method: PublicLogits
+    method: LogitExchange
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         start = down.params if view.client == SERVER else own_model(memory, view, world)

@@ -4,6 +4,9 @@ Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learni
 Algorithm 1; selective weight masking from appendix A.5; var-E from appendix A.6.5.
 Symbols: Q = the client's query; Y_S = its own classes; lambda = ``query_weight``; alpha, tau as in naive KD; T_Q = the
 teachers whose mean softmax on ``samples`` examples of noise reaches ``threshold`` for a class of Q; Z = ``frozen``.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model after the last phase that it went through.
+Memory: nothing.
 Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the objective is the negative of it. Its
 gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
@@ -33,6 +36,7 @@ from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
 from fedstill.records import Carry, Payload, Plan, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 REFINE = "refine"
@@ -55,14 +59,23 @@ class QKT(NaiveKD):
     personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
 
     query_weight: Positive = 1.5
+    """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
     threshold: Share = 0.01
+    """Mean softmax on noise from which on a peer counts as knowing a class."""
     samples: Count = 20
+    """Examples of noise on which the peers' models are probed."""
     teachers: Literal["filtered", "all"] = "filtered"
+    """Who teaches: peers that know a class asked for, or all."""
     classes: Literal["masked", "all"] = "masked"
+    """What is distilled: the client's own classes and those asked for, or all alike."""
     phases: Literal[1, 2] = 2
+    """Whether there is a second phase, in which the head is refined."""
     head: Literal["local", "phase1"] = "local"
+    """The head that phase 2 starts from: the client's own, from before phase 1, or that of phase 1."""
     frozen: Share = 0.0
+    """Share of the head's entries, the most important ones, that phase 2 leaves as they are (Z)."""
     importance: Literal["rms", "mean"] = "rms"
+    """How the batches' gradients make an entry's importance: the root of their mean square, or their mean size."""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if client not in world.queries and stage.name != FIT:
@@ -92,7 +105,7 @@ class QKT(NaiveKD):
         """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the rest."""
         if self.classes == "all":
             return torch.ones(world.classes)
-        mask = (counts > 0).float()
+        mask = (counts > 0).to(dtype_of(world.initial(client)))
         mask[list(world.queries[client])] = self.query_weight
         return mask
 

@@ -1,6 +1,10 @@
 """QKT Light: phase 1 is naive KD, the same for every query, and can be done once for all; phase 2 is QKT's.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.4.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model after the last phase that it went through itself; shared = the model of phase 1, where one client or the
+server does it for all.
+Memory: nothing.
 Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer client" lets one do it
 for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
@@ -28,7 +32,7 @@ from fedstill.registry import method
 from fedstill.trees import mean
 from fedstill.work import ClientWork
 
-SERVERS = "transfer_server"
+TRANSFER_SERVER = "transfer_server"
 
 
 @method("qkt_light")
@@ -40,7 +44,9 @@ class QKTLight(QKT):
     plans: ClassVar[Mapping[str, Plan]] = {**QKT.plans, REFINE: replace(QKT.plans[REFINE], epochs=5)}
 
     head: Literal["auto", "local", "phase1"] = "auto"  # type: ignore[assignment]
+    """The head that phase 2 starts from; "auto" is "local" where each client did phase 1 for itself, else "phase1"."""
     phase1: Literal["student", "volunteer"] = "student"
+    """Who does phase 1: each student for itself, or the client with most examples for all."""
 
     def requires(self) -> frozenset[str]:
         return self.needs | ({"same_shapes"} if self.phase1 == "volunteer" else set())
@@ -71,22 +77,24 @@ class QKTLight(QKT):
 class QKTLightServer(QKTLight):
     """QKT Light whose phase 1 the server does for all, on unlabelled public data."""
 
-    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS, "transfer": False}
-    stages: ClassVar[frozenset[str]] = frozenset({FIT, SERVERS, REFINE})
+    schedule: ClassVar[Mapping[str, Any]] = {"server": TRANSFER_SERVER, "transfer": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER_SERVER, REFINE})
     needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data", "same_shapes"}
-    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, SERVERS: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
+    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, TRANSFER_SERVER: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
     personal: ClassVar[frozenset[str]] = frozenset({FIT, REFINE})
 
     phase1: Literal["server"] = "server"  # type: ignore[assignment]
+    """Who does phase 1: the server, for all."""
     start: Literal["volunteer", "mean"] = "volunteer"
+    """What the server starts from: the model of the client with most examples, or the mean of all."""
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        if SERVERS not in {s.name for s in stages}:
-            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {SERVERS!r}")
+        if TRANSFER_SERVER not in {s.name for s in stages}:
+            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}")
         return state
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        if stage.name != SERVERS:
+        if stage.name != TRANSFER_SERVER:
             return super().down(state, client, stage, world)
         models = fitted(state)
         if not models:
@@ -95,10 +103,10 @@ class QKTLightServer(QKTLight):
         return Payload({"params": own, **many("peer", models)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Unlabelled(self) if stage.name == SERVERS else super().work(stage)
+        return Unlabelled(self) if stage.name == TRANSFER_SERVER else super().work(stage)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        if stage.name == SERVERS:
+        if stage.name == TRANSFER_SERVER:
             return state.next(shared=replies[0].up.params)
         return super().fold(state, replies, stage, world)
 

@@ -2,6 +2,9 @@
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.6.4:
 a validation set of 1 % (CINIC-10) or 10 % (other data) of the training set.
+State: no global parameters; model.N = what client N fitted alone; size.N = its number of examples; student.N = client
+N's model after the last phase that it went through.
+Memory: nothing.
 Reading: no grid is given: every epoch up to QKT's is a candidate, scored by Average Accuracy. The set must hold the
 classes asked for, so it is drawn over all clients: it is ``data.public``, whose labels this method reads.
 """

@@ -3,6 +3,8 @@
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (2020), option II, in the
 form of the FedNTD repository: the correction enters before momentum and weight decay.
 Symbols: c, c_i = control variates of the server and of a client; K = local steps.
+State: the global parameters; control = c, for each trained parameter, 0 at first.
+Memory: control = c_i, for each trained parameter.
 Reading: the repository divides by effective steps (momentum counted, as FedNova's a_i), others by K; ``divide_by``.
 """
 
@@ -30,6 +32,7 @@ class Scaffold(FedAvg):
     permits: ClassVar[frozenset[str]] = frozenset()  # two sums, weighted differently, and the controls have no noise
 
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
+    """What a client's change is divided by: effective steps, in which momentum counts, or steps."""
 
     def setup(self, world: World) -> State:
         start = super().setup(world)

@@ -5,6 +5,11 @@ eq. 2 to 5 and Algorithm 1.
 Symbols: K = ``k``; gamma, beta = weights of not-true-class (NCKD) and true-class distillation (TCKD), the other way
 round than in FedADKD; tau = ``temperature``; d = ``distance`` of label shares; g_k, h_k = weights of teacher k (eq. 5),
 ``g`` and ``h`` switch them on, off is 1/K.
+State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their order; snapshot.N =
+the model that client N of these ended with; teacher.N = the model of client N, which teaches in this round; labels =
+the census's label counts (clients, C), if teachers are chosen or weighed by them; fewer = true once fewer models than K
+could teach.
+Memory: nothing.
 Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2 (``tau2_scale``).
 Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only constant (``smoothing``).
 Reading: Algorithm 1 adds label shares up without normalising; here they are (see ``teachers.complementary``).
@@ -32,6 +37,7 @@ from fedstill.methods.fedseq import FedSeq
 from fedstill.records import SERVER, Carry, Payload, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
 from fedstill.teachers import complementary
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.methods")
@@ -48,8 +54,11 @@ class TaughtByLastRound(FedSeq):
     """
 
     k: CountOrZero = 5
+    """How many of the last round's models teach (K); where ``teacher_choice`` is "all", all do."""
     teacher_choice: Choice = "greedy"
+    """Which ones: those that together know most classes, some drawn by key, or all."""
     distance: Metric = "kl"
+    """Distance between label shares, by which teachers are chosen and weighed."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return ""
@@ -70,7 +79,7 @@ class TaughtByLastRound(FedSeq):
             )
             state = state.next(fewer=True)
         state = state.without("teacher.", "snapshot.").next(trained=torch.zeros(0, dtype=torch.int64))
-        return replace(state, extra=Payload({**state.extra, **many("teacher", {c: models[c] for c in chosen})}))
+        return state.next(groups=many("teacher", {c: models[c] for c in chosen}))
 
     def chosen(self, candidates: Sequence[int], state: State, world: World) -> list[int]:
         """The clients whose models teach in this round, of those that trained in the last one, in their order."""
@@ -94,7 +103,7 @@ class TaughtByLastRound(FedSeq):
             return after
         trained = torch.cat([state.extra.tensor("trained"), torch.tensor([r.client for r in replies])])
         models = many("snapshot", {r.client: r.up.params for r in replies})
-        return replace(after, extra=Payload({**after.extra, **models}, trained=trained))
+        return after.next(groups=models, trained=trained)
 
     def _known(self, state: State, client: int) -> bool:
         """Whether this client's labels are known, if they matter: one that missed the census cannot be weighed."""
@@ -107,12 +116,19 @@ class SFedKD(TaughtByLastRound):
     """Sequential training with complementary teachers of the last round, weighed by how far their labels are."""
 
     gamma: NonNegative = 1.0
+    """Weight of the not-true-class distillation (NCKD)."""
     beta: NonNegative = 3.0
+    """Weight of the true-class distillation (TCKD)."""
     temperature: Positive = 4.0
+    """Temperature of both (tau)."""
     tau2_scale: bool = True
+    """Whether both are multiplied by the square of the temperature."""
     g: bool = True
+    """Whether NCKD weighs teachers by label distance (g_k); off, all alike."""
     h: bool = True
+    """Whether TCKD weighs teachers by label distance (h_k); off, all alike."""
     smoothing: Annotated[float, Interval(gt=0, le=1)] = SMOOTHING
+    """What both sides of a KL distance are smoothed by."""
 
     def requires(self) -> frozenset[str]:
         return super().requires() | ({"label_counts"} if self.g or self.h else set())
@@ -146,12 +162,13 @@ class Discrepant(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry, m = taught(down), self.method
-        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1))
+        kind = dtype_of(carry.params)
+        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1), dtype=kind)
         if not carry.teachers or not (m.g or m.h):
             return replace(carry, constants={"g": even, "h": even})
         shares = proportions(down.tensor("teacher_labels"))
         g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
-        column = {"g": g.float().unsqueeze(1), "h": h.float().unsqueeze(1)}
+        column = {"g": g.to(kind).unsqueeze(1), "h": h.to(kind).unsqueeze(1)}
         return replace(carry, constants={k: v if getattr(m, k) else even for k, v in column.items()})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:

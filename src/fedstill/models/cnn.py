@@ -19,7 +19,7 @@ from fedstill.registry import register
 def cnn(input_shape: InputShape, classes: int, projection: CountOrZero = 0) -> Network:
     """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters on CIFAR-10.
 
-    projection: the width of a projection under the head, as MOON has it (256 there); 0 for none.
+    projection: The width of a projection under the head, as MOON has it (256 there); 0 for none.
 
     Source: FedNTD, appendix B.1; FedAvg's CNN of McMahan et al. with padding.
     """
@@ -31,7 +31,7 @@ def cnn(input_shape: InputShape, classes: int, projection: CountOrZero = 0) -> N
 def simple_cnn(input_shape: InputShape, classes: int, dropout: Share = 0.25) -> Network:
     """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout; 1,147,466 parameters.
 
-    dropout: the share of hidden units left out in training, 0 for none.
+    dropout: The share of hidden units left out in training, 0 for none.
 
     Source: HiPer-FedKD, sec. 2.1.4.
     """

@@ -18,8 +18,8 @@ def mlp(
 ) -> Network:
     """A fully connected network on the pixels, with ReLU after each hidden layer; by default FedAvg's 2NN.
 
-    hidden: the sizes of the hidden layers; CWC's MLP is ``(1024,)``. projection: the width of a projection under the
-    head, as MOON has it; 0 for none.
+    hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", sec. 3.
     """

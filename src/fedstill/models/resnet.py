@@ -31,6 +31,9 @@ Block = Callable[[int, int, int, Norm], "Residual"]
 def resnet10(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
 
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
+    statistics.
+
     Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
     """
     return _resnet("resnet10", input_shape, classes, basic, [1, 1, 1, 1], 64, norm)
@@ -39,6 +42,9 @@ def resnet10(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 @register("model", "resnet18")
 def resnet18(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
+
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
+    statistics.
 
     Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with ``norm = "batch"``).
     Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one.
@@ -50,6 +56,9 @@ def resnet18(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 def resnet50(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters on CIFAR-10.
 
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
+    statistics.
+
     Source: He et al., "Deep Residual Learning for Image Recognition".
     """
     return _resnet("resnet50", input_shape, classes, bottleneck, [3, 4, 6, 3], 64, norm)
@@ -58,6 +67,9 @@ def resnet50(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 @register("model", "resnet56")
 def resnet56(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on CIFAR-10.
+
+    norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
+    statistics.
 
     Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD, table 13.
     """

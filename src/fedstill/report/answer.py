@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.experiment.asking import Answer
+from fedstill.experiment.answering import Answer
 from fedstill.metrics import average_accuracy, query_accuracy_gain, query_forgetting, uniform_accuracy
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table
 
 
-def lines(answer: Answer) -> Iterator[RenderableType]:
+def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     """The teachers, the classes, and the measures."""
     asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
     yield Text(f"client {answer.client} asks for {asked}", style="bold")

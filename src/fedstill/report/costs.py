@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from fedstill.report.figures import HEIGHT, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.measured import seconds
+from fedstill.report.numbers import spread
 from fedstill.report.series import phases
-from fedstill.report.summary import spread
 
 STRENGTHS = (1.0, 0.55, 0.25)
 """How opaque the parts of a bar are, the first first."""

@@ -10,8 +10,8 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fedstill.report import runs as found
+from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run
-from fedstill.report.summary import Spread, measures, spread
 
 UNSET = "–"
 
@@ -58,8 +58,8 @@ class Group:
         return next((r.classes for r in self.runs if r.classes), [])
 
     def values(self, key: str) -> list[float]:
-        """A measure of each run that has it; ``key`` as in ``summary.MEASURES``."""
-        every = [measures(r).get(key) for r in self.started]
+        """A measure of each run that has it; ``key`` as in ``numbers.COLUMNS``."""
+        every = [reported(r).get(key) for r in self.started]
         return [v for v in every if v is not None]
 
     def mean_spread(self, key: str) -> Spread | None:
@@ -78,7 +78,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         by_settings.setdefault(json.dumps(shared_settings(run), sort_keys=True, default=str), []).append(run)
     lists = list(by_settings.values())
-    labels = labels_of([shared_settings(runs[0]) for runs in lists])
+    labels = group_labels([shared_settings(runs[0]) for runs in lists])
     return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
 
 
@@ -127,7 +127,7 @@ def _group(label: str, members: Sequence[Run]) -> Group:
     return Group(label, chosen, [r for r in members if not any(r is c for c in chosen)])
 
 
-def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells settings apart: the method, and the keys in which those of one method differ."""
     names = [method_of(s) for s in settings]
     labels = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any
 
 from fedstill.errors import CorruptFile
-from fedstill.experiment.journal import Event
-from fedstill.metrics.local import AT_CLIENTS
+from fedstill.experiment.measures.base import seconds_at_clients
+from fedstill.experiment.run_directory.journal import Event
 from fedstill.report.groups import Group
 from fedstill.report.runs import JOURNAL, Run
 
@@ -66,11 +67,9 @@ def seconds(group: Group) -> dict[str, float]:
     for run in group.started:
         for event in run.measures:
             total[event["measure"]] = total.get(event["measure"], 0.0) + float(event.get("seconds") or 0.0)
-        own = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in run.clients) for name in AT_CLIENTS}
-        spent = sum(e.get("seconds_measuring") or 0.0 for e in run.clients)
-        for name, took in {"local": spent - sum(own.values()), **own}.items():
-            if took > 0:
-                total[name] = total.get(name, 0.0) + took
+        names = [PurePath(str(name)).name for name in run.settings.get("measure", ())]
+        for name, took in seconds_at_clients(run.clients, names).items():
+            total[name] = total.get(name, 0.0) + took
     return {k: v / len(group.started) for k, v in total.items()}
 
 

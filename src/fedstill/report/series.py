@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from fedstill.report.groups import Group
+from fedstill.report.numbers import Spread, spread
 from fedstill.report.runs import Run
-from fedstill.report.summary import Spread, spread
 
 
 @dataclass(frozen=True)

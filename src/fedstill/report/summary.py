@@ -1,121 +1,39 @@
-"""The numbers of a table: what is reported of each run, and its mean and spread over seeds."""
+"""The table of a comparison: a line for each group of runs, a column for each number that was measured."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from fedstill.report.runs import Run
-
-if TYPE_CHECKING:
-    from fedstill.report.groups import Group
+from fedstill.report.groups import Group
+from fedstill.report.numbers import COLUMNS, Column, Spread
 
 NONE = "–"
 
 
 @dataclass(frozen=True)
-class Measure:
-    """A column of the table: a key, a title, its unit, what a value is multiplied by, and the digits shown."""
-
-    key: str
-    title: str
-    unit: str
-    scale: float
-    digits: int
-    says: str
-
-
-MEASURES = (
-    Measure("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the global model after the last round"),
-    Measure("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
-    Measure("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
-    Measure("forgetting", "forgetting F", "%", 100, 2, "how far classes are below their best earlier round, mean"),
-    Measure("query_average_accuracy", "asked: average", "%", 100, 2, "own classes by share, classes asked for in full"),
-    Measure("query_gain", "gain", "%", 100, 2, "how far accuracy on the classes asked for rose over the client alone"),
-    Measure("query_forgetting", "loss", "%", 100, 2, "how far accuracy on own classes fell under the client's alone"),
-    Measure("query_uniform_accuracy", "uniform", "%", 100, 2, "own classes and those asked for, all alike"),
-    Measure("query_average_accuracy_before", "alone", "%", 100, 2, "the average accuracy that the client had alone"),
-    Measure("in_local_accuracy", "in-local", "%", 100, 2, "local models on classes as their own client has them"),
-    Measure("out_local_accuracy", "out-local", "%", 100, 2, "local models on the classes that their client lacks"),
-    Measure("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
-    Measure("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
-    Measure("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
-)
-"""The columns in their order; accuracies and forgetting are shares, shown in percent."""
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A mean over runs and their sample standard deviation, 0 for a single run."""
-
-    mean: float
-    std: float
-    runs: int
-
-    def text(self, scale: float = 1.0, digits: int = 2) -> str:
-        """Mean ± spread; the mean alone if there is one run.
-
-        >>> spread([0.1, 0.3]).text(100), spread([0.5]).text()
-        ('20.00 ± 14.14', '0.50')
-        """
-        mean = f"{scale * self.mean:.{digits}f}"
-        return mean if self.runs == 1 else f"{mean} ± {scale * self.std:.{digits}f}"
-
-
-@dataclass(frozen=True)
 class Row:
-    """A line of the table: a group, its seeds, and each measure over them; None where nothing was measured."""
+    """A line of the table: a group, its seeds, and each number over them; None where nothing was measured."""
 
     label: str
     seeds: int
     note: str
     values: dict[str, Spread | None]
 
-    def text(self, measure: Measure) -> str:
-        """The cell of a measure."""
-        value = self.values[measure.key]
-        return NONE if value is None else value.text(measure.scale, measure.digits)
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Mean and sample standard deviation; None of nothing."""
-    if not values:
-        return None
-    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
-
-
-def measures(run: Run) -> dict[str, float | None]:
-    """What is reported of one run, finished or not; None for what it did not measure, all of it without a round."""
-    if not run.rounds:
-        return dict.fromkeys((m.key for m in MEASURES), None)
-    accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
-    last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
-    local = {m.key: _last(run, m.key) for m in MEASURES if m.key.startswith(("in_local", "out_local", "query_"))}
-    sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
-    return {
-        **last,
-        "best_accuracy": max(accuracy, default=None),
-        "mean_accuracy_last_10": statistics.fmean(accuracy[-10:]) if accuracy else None,
-        **local,
-        **sums,
-    }
+    def text(self, column: Column) -> str:
+        """The cell of a column."""
+        value = self.values[column.key]
+        return NONE if value is None else value.text(column.scale, column.digits)
 
 
 def rows(groups: Sequence[Group]) -> list[Row]:
     """The table: one line a group."""
-    return [Row(g.label, len(g.runs), _note(g), {m.key: g.mean_spread(m.key) for m in MEASURES}) for g in groups]
+    return [Row(g.label, len(g.runs), _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS}) for g in groups]
 
 
-def columns(rows: Sequence[Row]) -> list[Measure]:
-    """The measures that at least one line has."""
-    return [m for m in MEASURES if any(r.values[m.key] is not None for r in rows)]
-
-
-def _last(run: Run, key: str) -> float | None:
-    curve = run.curve(key)
-    return curve[max(curve)] if curve else None
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns that at least one line has."""
+    return [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
 
 
 def _note(group: Group) -> str:

@@ -21,6 +21,7 @@ from typing import Annotated
 
 import torch
 from annotated_types import Interval
+from scipy.optimize import bisect
 from scipy.special import log_ndtr
 from torch import Tensor
 
@@ -96,11 +97,9 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
     if excess(0.0) <= 0:
         return 0.0
     enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
-    low, high = 0.0, enough
-    while high - low > 1e-12 * enough:
-        middle = (low + high) / 2
-        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return high
+    if math.isinf(enough) or not excess(enough) < 0:  # next to no noise: the two terms differ by less than rounding
+        return enough
+    return float(bisect(excess, 0.0, enough, xtol=1e-12 * enough))
 
 
 def clip_rows(logits: Tensor, most: float) -> Tensor:

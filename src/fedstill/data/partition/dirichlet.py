@@ -21,7 +21,7 @@ from fedstill.fields import Count, Positive, Seed
 from fedstill.keys import numpy_generator
 
 Stream = Literal["official", "fast"]
-BATCH = 64
+DRAWS_AT_ONCE = 64
 """Draws of sizes that the fast stream makes at once."""
 
 
@@ -37,9 +37,16 @@ def dirichlet(
 ) -> Parts:
     """Share every class over the clients by p ~ Dir(alpha), redrawn until all hold ``min_size`` examples.
 
-    labels: (n,) class ids; alpha: > 0, small is skewed. Every example is used. ``stream="official"`` draws what
-    FedNTD's code draws from the same seed; ``"fast"`` draws sizes first and shuffles once, with another stream.
-    Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few examples.
+    Every example is used. Raises InfeasiblePartition after ``max_tries`` draws, or at once where there are too few
+    examples.
+
+    labels: Class ids (n,).
+    alpha: How even the shares are; small is skewed.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    min_size: Examples that each client gets at least.
+    max_tries: Draws after which it gives up.
+    stream: The draws of FedNTD's code ("official"), or sizes first and one shuffle, which is quicker ("fast").
+
     Source: FedNTD, "LDA"; the same routine is in FedSeq, MOON, NIID-Bench and PFNM.
     Reading: not a pure Dirichlet: a client that holds n / clients examples gets no more (the codes' balance rule).
     """
@@ -100,8 +107,8 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
 
 def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
     rng = numpy_generator(seed)
-    for start in range(0, max_tries, BATCH):
-        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(BATCH, max_tries - start))
+    for start in range(0, max_tries, DRAWS_AT_ONCE):
+        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(DRAWS_AT_ONCE, max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
         if len(accepted):
             first = int(accepted[0])

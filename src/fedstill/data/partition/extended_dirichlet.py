@@ -33,9 +33,19 @@ def extended_dirichlet(
 ) -> Parts:
     """Give every client ``classes_per_client`` classes, then share each class among its clients by Dir(alpha).
 
-    labels: (n,) class ids. Every example is used. A class allocation that ``max_tries`` draws of shares could not fill
-    is drawn anew, ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size`` the same again
-    with a ``min_size`` one smaller (``extended_dirichlet_draw`` says which was reached).
+    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is drawn anew,
+    ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size`` the same again with a
+    ``min_size`` one smaller (``extended_dirichlet_draw`` says which was reached).
+
+    labels: Class ids (n,).
+    classes_per_client: Classes that each client holds.
+    alpha: How even a class's shares are; small is skewed.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    min_size: Examples that each client gets at least.
+    max_tries: Draws of shares for one allocation of classes.
+    allocations: Allocations of classes that are tried.
+    lower_min_size: Whether ``min_size`` is lowered where no draw reaches it, or the split is refused.
+
     Source: FedSeq and SFedKD, "ExDir(C, alpha)"; the stream is the official code's (NumPy, legacy).
     Reading: the official code never redraws the allocation, and so never ends where that one is infeasible.
     """

@@ -24,8 +24,12 @@ def flower_datasets(
 ) -> Parts:
     """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees the labels alone.
 
-    ``options``: what its constructor takes; ``num_partitions``, ``partition_by`` and ``seed`` are given by the run.
     Raises UnknownName for no such class, ConfigError for what it refuses, or if it is not installed.
+
+    labels: Class ids (n,).
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    partitioner: The name of its class.
+    options: What its constructor takes; num_partitions, partition_by and seed are given by the run.
     """
     wanted = _class(partitioner)
     legal = inspect.signature(wanted).parameters

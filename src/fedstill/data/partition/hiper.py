@@ -28,10 +28,14 @@ def public_split(examples: int, public: int, seed: int = 42) -> tuple[NDArray[np
 def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> Parts:
     """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what rounding leaves.
 
-    labels: (n,) class ids of the pool alone (``labels[pool]`` of ``public_split``); indices point into it. No minimum
-    size, no balance rule; classes are cut in order, then each client's examples are shuffled with seed + client.
-    ``train_validation`` cuts each part into the notebooks' 80 % train and 20 % validation.
+    No minimum size, no balance rule; classes are cut in order, then each client's examples are shuffled with seed +
+    client. ``train_validation`` cuts each part into the notebooks' 80 % train and 20 % validation.
     Raises InfeasiblePartition for a client without examples.
+
+    labels: Class ids (n,) of the pool alone (``labels[pool]`` of ``public_split``); indices point into it.
+    alpha: How even the shares are; small is skewed.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+
     Source: HiPer-FedKD's notebooks, seed 42, 4 clients, alpha 1 and 0.1.
     """
     owned = class_indices(labels)

@@ -25,9 +25,16 @@ def hybrid(
 ) -> Parts:
     """The first ``iid_share`` of the clients get stratified equal parts, the others split the rest by Dir(alpha).
 
-    labels: (n,) class ids; iid_share: in [0, 1], rounded to whole clients; that share of the data goes to them.
-    ``hybrid_share``: ``"proportional"`` splits the rest with ``dirichlet`` (sizes differ); ``"equal_per_client"`` gives
-    each skewed client n / clients examples, its class mix drawn by Dir(alpha). Every example is used.
+    Every example is used.
+
+    labels: Class ids (n,).
+    iid_share: Share of the clients, rounded to whole ones, and of the data, that is split evenly.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    alpha: How even the other clients' shares are; small is skewed.
+    min_size: Examples that each skewed client gets at least, where the rest is split by ``dirichlet``.
+    max_tries: Draws after which that gives up.
+    hybrid_share: Skewed clients' sizes: as ``dirichlet`` draws them, or n / clients each, with classes by Dir(alpha).
+
     Source: FedADKD, IID / non-IID ratios 1:9, 3:7, 5:5 with alpha 0.05.
     Reading: the paper does not say how the data divide between the groups. Dirichlet 0.05 with a minimum of 10 almost
     never succeeds for 90 or 50 clients, hence min_size 1.

@@ -12,7 +12,11 @@ from fedstill.fields import Count, Seed
 def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
     """Equal parts of a random permutation; sizes differ by one at most, the larger ones first.
 
-    labels: (n,) class ids. Every example is used. Raises InfeasiblePartition for more clients than examples.
+    Every example is used. Raises InfeasiblePartition for more clients than examples.
+
+    labels: Class ids (n,).
+    seed: What the split is drawn from; unset in a config, it is the run's.
+
     Reading: FedNTD's code drops the n mod N examples left over; here they are dealt out.
     """
     refuse_too_many("iid", len(labels), clients)

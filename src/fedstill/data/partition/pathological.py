@@ -23,10 +23,16 @@ def pathological(
 ) -> Parts:
     """Give every client ``classes_per_client`` classes and cut each class among its owners at random sizes.
 
-    labels: (n,) class ids. Every example is used. With a = examples of a class / its owners, all owners but the last
-    get a uniform whole number in [a/10, a), at least 1, the last the rest. ``path_rule="random"``: each client draws
-    its classes uniformly, redrawn until every class has an owner; ``"pfllib"``: every class has about the same number
-    of owners. Raises InfeasiblePartition where classes cannot all be owned or have fewer examples than owners.
+    Every example is used. With a = examples of a class / its owners, all owners but the last get a uniform whole number
+    in [a/10, a), at least 1, the last the rest. Raises InfeasiblePartition where classes cannot all be owned or have
+    fewer examples than owners.
+
+    labels: Class ids (n,).
+    classes_per_client: Classes that each client holds.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+    path_rule: Whether each client draws its classes at random, or every class has about as many owners ("pfllib").
+    max_tries: Draws of classes after which it gives up; a draw must leave no class without an owner.
+
     Source: QKT, "Path"; sizes by PFLlib's rule.
     Reading: "exclusive classes" cannot mean disjoint (10 clients × 3 of 10 classes): a client holds only these classes.
     The published constant-predictor rows show that class sets are drawn per client, not dealt out evenly.

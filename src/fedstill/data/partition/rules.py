@@ -6,19 +6,18 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ParamSpec, get_args, get_type_hints
+from typing import Any, ParamSpec, get_type_hints
 
 import numpy as np
-from annotated_types import Interval
 from numpy.typing import NDArray
 
 from fedstill.errors import ConfigError, DataError, InfeasiblePartition
-from fedstill.fields import show
+from fedstill.fields import problem
 from fedstill.registry import register
 
 Labels = NDArray[np.int64]
 Parts = list[NDArray[np.int64]]
-P = ParamSpec("P")
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,24 @@ class Draw:
     min_size: int
 
 
-def partition(name: str) -> Callable[[Callable[P, Parts]], Callable[P, Parts]]:
+def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
     """Register a split under a name, and check its labels, its ranges and its outcome.
 
     Raises DataError for labels that are no class ids, ConfigError for a parameter outside its annotated range,
     InfeasiblePartition for a client without examples.
     """
 
-    def decorate(split: Callable[P, Parts]) -> Callable[P, Parts]:
+    def decorate(split: Callable[Arguments, Parts]) -> Callable[Arguments, Parts]:
         signature = inspect.signature(split)
         hints = get_type_hints(split, include_extras=True)
 
         @functools.wraps(split)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Parts:
+        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Parts:
             bound = signature.bind(*args, **kwargs)
             bound.arguments["labels"] = checked_labels(bound.arguments["labels"])
-            for key, value in bound.arguments.items():
-                _check_range(name, key, value, hints.get(key))
+            for key in bound.arguments.keys() & hints.keys() - {"labels"}:
+                if why := problem(hints[key], bound.arguments[key]):
+                    raise ConfigError(f"partition {name!r}: {key} = {why}")
             parts = split(*bound.args, **bound.kwargs)
             refuse_empty(name, parts)
             return [np.ascontiguousarray(part, dtype=np.int64) for part in parts]
@@ -101,15 +101,3 @@ def legacy_stream(seed: int) -> np.random.RandomState:
     if seed < 2**32:
         return np.random.RandomState(seed)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
-
-
-def _check_range(name: str, key: str, value: Any, hint: Any) -> None:
-    for bound in get_args(hint)[1:]:
-        if not isinstance(bound, Interval):
-            continue
-        low = (bound.gt is None or value > bound.gt) and (bound.ge is None or value >= bound.ge)
-        high = (bound.lt is None or value < bound.lt) and (bound.le is None or value <= bound.le)
-        if not (low and high):
-            raise ConfigError(f"partition {name!r}: {key} = {value!r} is outside its range {show(bound)}")
-        if get_args(hint)[0] is int and (isinstance(value, bool) or not isinstance(value, (int, np.integer))):
-            raise ConfigError(f"partition {name!r}: {key} = {value!r} must be a whole number")

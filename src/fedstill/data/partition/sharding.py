@@ -16,9 +16,13 @@ from fedstill.fields import Count, Seed
 def sharding(labels: Labels, clients: Count, shards: Count, seed: Seed) -> Parts:
     """Cut every class into the same number of blocks and give each client ``shards`` of them at random.
 
-    labels: (n,) class ids, in data-set order, which the blocks keep. Every example is used; with balanced classes all
-    clients are equally large. Raises InfeasiblePartition where shards × clients is no multiple of the classes, or a
-    class has fewer examples than blocks.
+    Every example is used; with balanced classes all clients are equally large. Raises InfeasiblePartition where shards
+    × clients is no multiple of the classes, or a class has fewer examples than blocks.
+
+    labels: Class ids (n,), in data-set order, which the blocks keep.
+    shards: Blocks that each client gets.
+    seed: What the split is drawn from; unset in a config, it is the run's.
+
     Source: FedNTD, "Sharding"; the stream is its official code's (labels by Python's generator, blocks by NumPy's).
     Reading: a client may draw one class twice, so it holds *at most* ``shards`` classes; sizes are equal in blocks, not
     in examples, where classes are unbalanced.

@@ -11,7 +11,7 @@ from fedstill.data.sources.decoded import kept
 from fedstill.data.sources.digits import read_digits
 from fedstill.data.sources.loader import load_known
 from fedstill.data.sources.tensors import as_dataset
-from fedstill.data.sources.verify import checked
+from fedstill.data.sources.verify import verified
 from fedstill.fields import Count
 from fedstill.registry import register
 
@@ -22,7 +22,7 @@ Folder = str | Path | None
 def digits(folder: Folder = None) -> Dataset:
     """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the test."""
     known = catalog.DIGITS
-    data = kept("digits", {"sums": known.sums}, lambda: checked("digits", read_digits(), known))
+    data = kept("digits", {"sums": known.sums}, lambda: verified("digits", read_digits(), known))
     return as_dataset("digits", data, known.mean, known.std)
 
 
@@ -59,6 +59,8 @@ def cinic10(folder: Folder = None) -> Dataset:
 @register("dataset", "ham10000")
 def ham10000(folder: Folder = None, size: Count = 32) -> Dataset:
     """HAM10000: 10,015 skin lesions, resized to size×size RGB, 7 very uneven classes; a fifth held out for the test.
+
+    size: Height and width of an image.
 
     Reading: there is no official split for this use, and SFedKD does not say the image size.
     """

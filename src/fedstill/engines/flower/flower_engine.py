@@ -49,7 +49,13 @@ class FlowerEngine:
         ]
         answers = self.fleet.ask(asked) if asked else []
         self._held = {a.client: a.memory for a in answers}
-        return [Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, a.failure) for a in answers]
+        return [self._reply(a) for a in answers]
+
+    def _reply(self, answer: SiteReply) -> Reply:
+        """A site's answer as a reply; one whose report no measure of this run can have made is a failure."""
+        a = answer
+        failure = a.failure or self.here.measures.refuses(a.metrics, self.here.world.classes)
+        return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure)
 
     def close(self) -> None:
         """End the engine of the server's own stages."""

@@ -117,10 +117,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 2**53 for v in value)
-
-
 def _means(value: Any) -> bool:
     return isinstance(value, dict) and all(_number(v) for v in value.values())
 
@@ -141,11 +137,8 @@ METRICS: Mapping[str, Callable[[Any], bool]] = {
     "seconds_training": _number,
     "seconds_measuring": _number,
     "site_accuracy": lambda v: _number(v) and 0 <= v <= 1,
-    "label_counts": _counts,
-    "correct_by_class": _counts,
-    "correct_by_epoch": lambda v: isinstance(v, list) and all(map(_counts, v)),
 }
-"""What the engine reports beside a payload, and what it must look like; a method's own reports are plain values."""
+"""What the engine reports beside a payload, and what that must look like; other reports are plain values."""
 
 TAKEN = frozenset(
     {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
@@ -157,9 +150,6 @@ def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in TAKEN or not METRICS.get(name, _plain)(value):
             raise BadPayload(f"its report {name[:40]!r} is malformed")
-    counted = [given[k] for k in ("correct_by_class",) if k in given] + given.get("correct_by_epoch", [])
-    if any(len(c) != len(given.get("label_counts", ())) for c in counted or [[]]):
-        raise BadPayload("its counts by class differ in length")
     return dict(given)
 
 

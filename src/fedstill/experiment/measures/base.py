@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedstill.data.examples import stratified
 from fedstill.data.inputs import Inputs
+from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
 from fedstill.files import make_folder, write_whole
@@ -22,7 +23,7 @@ from fedstill.metrics.values import Values
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
 
-MEASURES = "measures"
+MEASURES_FOLDER = "measures"
 """The folder in a run's directory for what measures keep beside the journal."""
 
 Numbers = Mapping[str, Any]
@@ -53,6 +54,21 @@ class Happened:
 
 
 @dataclass(frozen=True)
+class Reports:
+    """What clients reported in a round, for a measure to sum up.
+
+    ``clients``: their events in the journal, in order, those of refused and idle clients among them. ``received``,
+    ``aggregated``: class accuracies (C,) of the global model before and after the round, None for a class without test
+    images. ``test_counts``: test images by class (C,).
+    """
+
+    clients: Sequence[Mapping[str, Any]]
+    received: Sequence[Any]
+    aggregated: Sequence[Any]
+    test_counts: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Room:
     """Where a measure works: the world, the common test set, and, in a simulation only, the clients' own data.
 
@@ -69,9 +85,9 @@ class Room:
         """Write tensors beside the journal, under ``measures/``, and give the file's name for it; nothing in memory."""
         if self.folder is None:
             return ""
-        make_folder(self.folder / MEASURES)
+        make_folder(self.folder / MEASURES_FOLDER)
         own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        write_whole(self.folder / MEASURES / f"{name}.safetensors", safetensors.torch.save(own))
+        write_whole(self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own))
         return f"{name}.safetensors"
 
     @property
@@ -99,7 +115,11 @@ class Room:
 
 
 class Measure:
-    """A measure: ``look`` is called after each stage of a measured round, and what it gives is written to the journal.
+    """A measure of one of two kinds, or both; what it gives is written to the journal.
+
+    On the server ``look`` is called after each stage of a measured round. At clients ``at_client`` is called when their
+    work is done, where a common server would not see their models; its fields stand in the clients' events, and
+    ``of_round`` sums them up in the event of the round.
 
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
     of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
@@ -117,12 +137,55 @@ class Measure:
         """Numbers for the journal, without times; None where there is nothing to see in this stage."""
         return None
 
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """Fields of the client's event, without times; None where there is nothing to measure at this client."""
+        return None
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if it can.
+
+        Asked of reports that came over a wire, before anything is made of them.
+        """
+        return ""
+
+    def of_round(self, seen: Reports) -> Numbers:
+        """Fields of the round's event, made of what clients reported."""
+        return {}
+
     def images(self, test: int, clients: int, own: int) -> int:
         """About how many images it runs through a network in one look, a gradient counted as three.
 
         test: images in the test set; clients: how many act in the stage; own: their training images in all.
         """
         return 0
+
+
+def at_clients(measures: Mapping[str, Measure], rounds: frozenset[int]) -> ClientMeasures:
+    """Those of a run's measures that clients take, in these rounds."""
+    theirs = {name: m for name, m in measures.items() if type(m).at_client is not Measure.at_client}
+    return ClientMeasures(theirs, rounds if theirs else frozenset())
+
+
+def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -> str:
+    """Why fields of a report, where they are there, are no whole numbers from 0, one a class; empty if they are."""
+    for name in fields:
+        value = report.get(name, [0] * classes)
+        if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**53 for v in value):
+            return f"{name} is no list of counts"
+        if len(value) != classes:
+            return f"{name} has {len(value)} numbers for {classes} classes"
+    return ""
+
+
+def seconds_at_clients(events: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, float]:
+    """Seconds that each measure of these names took at clients, from their events; only those that took any.
+
+    Journals of version 0.1.0 have no ``seconds_local``: what no other measure took was its.
+    """
+    spent = {name: sum(e.get(f"seconds_{name}") or 0.0 for e in events) for name in names}
+    if "local" in spent and not any("seconds_local" in e for e in events):
+        spent["local"] = sum(e.get("seconds_measuring") or 0.0 for e in events) - sum(spent.values())
+    return {name: seconds for name, seconds in spent.items() if seconds > 0}
 
 
 def named_models(seen: Happened, most: int) -> Iterator[tuple[str, Tensors]]:
@@ -143,7 +206,7 @@ def layers(room: Room, params: Tensors, images: Examples) -> dict[str, Tensor]:
     return {"features": features, "classifier": logits}
 
 
-def rounded(numbers: Tensor, digits: int) -> list[Any]:
+def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     """A tensor as nested lists of rounded numbers."""
 
     def each(value: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.metrics.divergence import distribution_distance, weight_divergence
-from fedstill.metrics.local import over_clients
+from fedstill.metrics.distances import distribution_distance, weight_divergence
+from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
 from fedstill.registry import register
 from fedstill.trees import only
@@ -27,7 +27,7 @@ class Divergence(Measure):
         locals_ = seen.local_models
         if not locals_:
             return None
-        start, names = seen.before.params, contract.trainable_names(room.spec)
+        start, names = seen.before.params, sorted(contract.trainable_names(room.spec))
         accuracy = room.accuracy_by_class(start, room.test)
         apart = [weight_divergence(only(start, names), params) for params in locals_.values()]
         shares = [room.sites.view(c, seen.stage).proportions for c in locals_]

@@ -9,7 +9,7 @@ import torch
 from fedstill.data.inputs import SHARD
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.losses import cross_entropy
-from fedstill.metrics.divergence import gradient_diversity
+from fedstill.metrics.distances import gradient_diversity
 from fedstill.models import contract
 from fedstill.records import Examples, Tensors
 from fedstill.registry import register
@@ -33,7 +33,7 @@ class Diversity(Measure):
         if len(locals_) < 2:
             return None
         start = seen.before.params
-        names = contract.trainable_names(room.spec)
+        names = sorted(contract.trainable_names(room.spec))  # sums in one order: a set's differs by process
         gradients = [_gradient(room, start, room.sites.view(c, seen.stage).data) for c in locals_]
         updates: list[Tensors] = [sub(only(start, names), only(params, names)) for params in locals_.values()]
         return {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from fedstill.experiment.measures.base import Measure
+from fedstill.engines.client_measures import AtClient
+from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.metrics.local_models import by_epoch
 from fedstill.registry import register
 
 
@@ -14,12 +17,32 @@ class Epochs(Measure):
 
     Each client copies its model when an epoch ends and evaluates the copies on the common test set when it has trained,
     in the stages in which it trains on its own data; training is the same to the bit. The numbers come with the
-    clients' replies; the formulas are in ``metrics/local.py``, and the means stand in the event of the round.
+    clients' replies; the formulas are in ``metrics/local_models.py``, and the means stand in the event of the round.
     Source: FedNTD, figure 6. Reading: a client's visit is shown from the model it receives (epoch 0) to what it sends.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test_at_clients", "epochs"})
     each_epoch: ClassVar[bool] = True
+
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """``label_counts`` (C,) of the client, and ``correct_by_epoch`` (epochs + 1, C) on the common test set."""
+        if seen.test is None or not seen.by_epoch:
+            return None
+        right = [seen.correct_by_class(params, seen.test) for params in (seen.start, *seen.by_epoch)]
+        return {"label_counts": seen.view.counts.tolist(), "correct_by_epoch": right}
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Counts must be whole numbers, one a class, for the start and each epoch."""
+        rows = report.get("correct_by_epoch", [])
+        if not isinstance(rows, list):
+            return "correct_by_epoch is no list"
+        each = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
+        known = {k: v for k, v in report.items() if k == "label_counts"}
+        return are_counts({**known, **each}, ("label_counts", *each), classes)
+
+    def of_round(self, seen: Reports) -> Numbers:
+        """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""
+        return by_epoch(seen.clients, seen.test_counts)
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set at each client: one look, of which there is one before and one after every epoch."""

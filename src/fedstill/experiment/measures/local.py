@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from fedstill.experiment.measures.base import Measure
+from collections.abc import Mapping
+from typing import Any
+
+from fedstill.engines.client_measures import AtClient
+from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.metrics.local_models import local_accuracies
 from fedstill.registry import register
 
 
@@ -11,8 +16,23 @@ class Local(Measure):
     """In- and out-local accuracy of local models; each client evaluates its own on the common test set.
 
     The numbers come with the clients' replies, so that they exist where no server sees a local model; the formulas are
-    in ``metrics/local.py``, and the means stand in the event of the round.
+    in ``metrics/local_models.py``, and the means stand in the event of the round.
     """
+
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the common test set."""
+        if seen.test is None or seen.is_server:
+            return None
+        right = seen.correct_by_class(seen.end, seen.test)
+        return {"label_counts": seen.view.counts.tolist(), "correct_by_class": right}
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Counts must be whole numbers, one a class."""
+        return are_counts(report, ("label_counts", "correct_by_class"), classes)
+
+    def of_round(self, seen: Reports) -> Numbers:
+        """Means and spreads over clients, and the global models' accuracy on the clients' mean label shares."""
+        return local_accuracies(seen.clients, seen.received, seen.aggregated, seen.test_counts)
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set at each client."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.metrics import in_local_accuracy
-from fedstill.metrics.local import over_clients
+from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
 from fedstill.registry import register
 

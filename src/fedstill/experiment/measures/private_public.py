@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from fedstill.experiment.measures.base import Measure
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fedstill.engines.client_measures import AtClient
+from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.metrics.own_models import private_public
 from fedstill.registry import register
 
 
@@ -11,9 +18,35 @@ class PrivatePublic(Measure):
     """Accuracy of each client's own model on its held-out examples and on the public images; the server's on these.
 
     Before and after every stage on public data, after every other. Held out is what ``plan.validation`` says. The
-    numbers come with the clients' replies; the formulas are in ``metrics/private_public.py``, and the accuracies by
-    client stand in the event of the round. Source: HiPer-FedKD, table 1 and its notebooks.
+    numbers come with the clients' replies; the formulas are in ``metrics/own_models.py``, and the accuracies by client
+    stand in the event of the round. Source: HiPer-FedKD, table 1 and its notebooks.
     """
+
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and ``after``."""
+        on_public = seen.stage.view == "public"
+        models = {"before": seen.start, "after": seen.end} if on_public else {"after": seen.end}
+        report = {}
+        for name, data in (("private", seen.view.validation), ("public", seen.public)):
+            if data is not None and len(data) and bool((data.labels >= 0).all()):
+                counts = torch.bincount(data.labels, minlength=seen.classes).tolist()
+                right = {k: seen.correct_by_class(params, data) for k, params in models.items()}
+                report[name] = {"counts": counts, **right}
+        return report
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Counts must be whole numbers, one a class; and ``after`` is there where counts are."""
+        for name in ("private", "public"):
+            table = report.get(name, {})
+            if not isinstance(table, Mapping) or (table and not {"counts", "after"} <= table.keys()):
+                return f"{name} is no table of counts and after"
+            if why := are_counts(table, ("counts", "before", "after"), classes):
+                return f"{name}: {why}"
+        return ""
+
+    def of_round(self, seen: Reports) -> Numbers:
+        """Accuracies by client, their means, and the server's."""
+        return private_public(seen.clients)
 
     def images(self, test: int, clients: int, own: int) -> int:
         """Public and held-out images are taken to be as many as the test set's, at each client."""

@@ -1,0 +1,194 @@
+"""Commands for one run, and for what there is to run: run, resume, explain, list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
+
+if TYPE_CHECKING:
+    from fedstill.experiment.config.settings import Settings as ExperimentSettings
+    from fedstill.experiment.explain import Cost
+    from fedstill.experiment.run_directory.result import Result
+
+DEAR = 0.25
+"""From which share of training on a measure's cost is warned of."""
+
+
+@app.command(name="run")
+def run_command(
+    config: Path,
+    *,
+    out: Path | None = None,
+    set_: Settings = (),
+    engine: Literal["serial", "pooled", "flower"] | None = None,
+    federation: Path | None = None,
+    debug: Debug = False,
+    quiet: Quiet = False,
+) -> int:
+    """Run one experiment to its end.
+
+    Parameters
+    ----------
+    config: The experiment, a TOML file.
+    out: The run's directory, new or empty. Unset, one is made under runs/.
+    set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
+    engine: How stages are carried out, over the file's.
+    federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+    debug: End with the traceback of the first client that fails, and of whatever else fails.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settle import settle
+    from fedstill.experiment.progress import Interrupted
+    from fedstill.experiment.running import runner
+    from fedstill.report.terminal import Bar
+
+    experiment = load(config, set_)
+    given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
+    experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
+    settings = settle(experiment)
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+        try:
+            result = runner.run(experiment, out, watch=bar, debug=debug)
+        except Interrupted as stopped:
+            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+    return _show(result)
+
+
+@app.command(name="resume")
+def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
+    """Go on with a run that was stopped or killed, to the same bits as if it had not been.
+
+    Parameters
+    ----------
+    directory: The run's directory.
+    debug: End with the traceback of the first client that fails, and of whatever else fails.
+    quiet: No progress bar.
+    """
+    from fedstill.experiment.progress import Interrupted
+    from fedstill.experiment.running import runner
+    from fedstill.report.terminal import Bar
+
+    settings = runner.settings_of(directory)
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+        try:
+            result = runner.resume(directory, watch=bar, debug=debug)
+        except Interrupted as stopped:
+            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+    return _show(result)
+
+
+@app.command
+def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
+    """Show every resolved value with its origin, the arithmetic of a run, and how the data are split.
+
+    Parameters
+    ----------
+    config: The experiment, a TOML file. Unset, the defaults.
+    set_: A value over the file's, as key=value. May be repeated.
+    split: Read the data, and draw clients × classes.
+    """
+    from fedstill.experiment import explain as explained
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.config.settle import settle
+    from fedstill.experiment.preparing.prepared import prepare
+    from fedstill.report import catalogue, terminal
+
+    settings = settle(load(config, set_))
+    screen = terminal.console()
+    said = _sentences(settings)
+    rows = [
+        (key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.resolved_values(settings)
+    ]
+    screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
+    if split:
+        prepared = prepare(settings)
+        screen.print()
+        found = explained.arithmetic(prepared)
+        screen.print(terminal.table(["what", "how much"], found.lines()))
+        _explain_measures(explained.costs(prepared, found))
+        screen.print()
+        networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
+        screen.print(terminal.table(["network", "parameters", "has"], networks))
+        screen.print()
+        counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
+        screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
+    return 0
+
+
+@app.command(name="list")
+def list_(
+    kind: Literal["method", "dataset", "partition", "model", "topology", "measure"] | None = None,
+    name: str | None = None,
+) -> int:
+    """Show what there is: methods, datasets, partitions, models, topologies, measures.
+
+    Parameters
+    ----------
+    kind: Only this kind, with the fields that a config may set.
+    name: Only this one, with all that is declared of it; a file of your own may be named, too.
+    """
+    from fedstill import registry
+    from fedstill.report import catalogue, terminal
+
+    screen = terminal.console()
+    if kind and name:
+        screen.print(catalogue.card(registry.lookup(kind, name)))
+        return 0
+    for one in [kind] if kind else list(registry.HOMES):
+        entries = [registry.lookup(one, n) for n in registry.names(one)]
+        if kind:
+            screen.print(*catalogue.overview(entries))
+        else:
+            screen.print(terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3))
+            screen.print()
+    return 0
+
+
+def _sentences(settings: ExperimentSettings) -> dict[str, str]:
+    """{dotted key: sentence} for the tables that name a registered thing."""
+    from fedstill.experiment.config.named_tables import NAMED
+
+    out = {"topology.clients": "Clients in all."}
+    for table, (key, _) in NAMED.items():
+        entry = getattr(settings.named, table).entry
+        out |= {f"{table}.{key}": entry.summary, **{f"{table}.{k}": text for k, text in entry.sentences.items()}}
+    return out
+
+
+def _explain_measures(costs: Sequence[Cost]) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console()
+    if costs:
+        head = ["measure", "what it is", "rounds", "images a round", "of training"]
+        screen.print()
+        screen.print(terminal.table(head, [c.row for c in costs], words=2))
+    for cost in costs:
+        if cost.share > DEAR:
+            more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
+            todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
+            screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
+
+
+def _show(result: Result) -> int:
+    from fedstill.report import terminal
+    from fedstill.report.numbers import COLUMNS
+
+    s = result.summary
+    rows = [
+        ("accuracy, last round", terminal.percent(s["accuracy"])),
+        ("accuracy, best round", terminal.percent(s["best_accuracy"])),
+        ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
+        ("forgetting", terminal.percent(s["forgetting"])),
+        *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
+        ("seconds", f"{s['seconds']:.1f}"),
+        *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
+        ("directory", str(result.directory)),
+    ]
+    screen = terminal.console()
+    screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    return 0

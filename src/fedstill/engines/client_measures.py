@@ -1,0 +1,104 @@
+"""What clients measure of their own models at the end of a stage, and send with their replies: measures, by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fedstill.data.inputs import Inputs
+from fedstill.engines.passes import correct_by_class
+from fedstill.errors import FedstillError, on_one_line
+from fedstill.fitting import FIT
+from fedstill.models.contract import predictor
+from fedstill.records import SERVER, Examples, Stage, Tensors, View
+
+
+@dataclass(frozen=True)
+class AtClient:
+    """A stage that is done, as a measure sees it at one client.
+
+    ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``: after each local epoch,
+    where a measure with ``each_epoch`` asks for them and the client trained on its own data. ``test``: the common test
+    set, None on real sites. ``public``: the public set with its labels, which no method may see.
+    """
+
+    stage: Stage
+    view: View
+    start: Tensors
+    end: Tensors
+    by_epoch: Sequence[Tensors]
+    test: Examples | None
+    public: Examples | None
+    inputs: Inputs
+    classes: int
+
+    @property
+    def is_server(self) -> bool:
+        """Whether the client is the server, at work on public data."""
+        return self.view.client == SERVER
+
+    def correct_by_class(self, params: Tensors, examples: Examples) -> list[int]:
+        """How many examples of each class (C,) these parameters of the client's network predict right."""
+        predict = predictor(self.view.model, params)
+        counts: list[int] = correct_by_class(predict, examples, self.inputs, self.classes).tolist()
+        return counts
+
+
+class ClientMeasure(Protocol):
+    """What a measure that clients take has; ``experiment.measures.base.Measure`` is one."""
+
+    @property
+    def each_epoch(self) -> bool:
+        """Whether it wants the parameters after each local epoch."""
+
+    def at_client(self, seen: AtClient) -> Mapping[str, Any] | None:
+        """Fields of the client's event, without times; None where there is nothing to measure."""
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Why a client's report cannot have come from ``at_client``; empty if it can."""
+
+
+@dataclass(frozen=True)
+class ClientMeasures:
+    """The measures that clients take, by name, and the rounds in which they do; by default none.
+
+    If there are any rounds, models that clients fit alone are measured in whichever round they are.
+    """
+
+    named: Mapping[str, ClientMeasure] = field(default_factory=dict)
+    rounds: frozenset[int] = frozenset()
+
+    def due(self, stage: Stage) -> bool:
+        """Whether clients measure in this stage."""
+        return bool(self.named) and (stage.round in self.rounds or (stage.name == FIT and bool(self.rounds)))
+
+    def each_epoch(self, stage: Stage) -> bool:
+        """Whether parameters are kept after every epoch of this stage."""
+        private = stage.view == "private" and SERVER not in stage.clients
+        return private and self.due(stage) and any(m.each_epoch for m in self.named.values())
+
+    def take(self, seen: AtClient) -> dict[str, Any]:
+        """All fields that the measures give, each measure's seconds beside them; empty if there are none.
+
+        Raises FedstillError naming the measure that failed.
+        """
+        began, report = time.perf_counter(), dict[str, Any]()
+        for name, measure in self.named.items():
+            start = time.perf_counter()
+            try:
+                numbers = measure.at_client(seen)
+            except Exception as error:
+                who = "the server" if seen.is_server else f"client {seen.view.client}"
+                raise FedstillError(f"measure {name} failed at {who}: {on_one_line(error)}") from error
+            if numbers is not None:
+                report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
+        return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Why a client's report is malformed, and by which measure; empty if it is not."""
+        for name, measure in self.named.items():
+            if why := measure.refuses(report, classes):
+                return f"its report for measure {name!r} is malformed: {why}"
+        return ""

@@ -1,0 +1,1 @@
+"""Several runs side by side: methods, settings and seeds, or the cells of a paper's table."""

@@ -1,0 +1,87 @@
+"""The runs of a comparison: methods × a grid × seeds, each settled once and with a folder of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a comparison: what is varied, as text; its settings; its folder; the run that it starts from."""
+
+    label: str
+    experiment: Experiment
+    settings: Settings
+    folder: Path
+    after: Variant | None = None
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.settings.seed
+
+
+def variants(
+    experiment: Experiment,
+    out: Path,
+    methods: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    grid: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Variant]:
+    """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
+
+    Every run uses one thread, so that its bits do not depend on how many run at once.
+    """
+    base = experiment.with_values({"threads": 1}, "compare")
+    runs = []
+    for method in methods or ("",):
+        of_method = base.with_values({"method": method}, "compare") if method else base
+        for values in itertools.product(*(grid or {}).values()):
+            setting = dict(zip(grid or {}, values, strict=True))
+            chosen = of_method.with_values(setting, "compare")
+            runs += [_variant(replace(chosen, seed=seed), setting, out) for seed in seeds or (chosen.seed,)]
+    if len({v.folder for v in runs}) != len(runs):
+        raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
+    return runs
+
+
+def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
+    settings = settle(experiment)
+    method = Path(settings.named.method.name.partition(":")[0]).stem
+    label = " ".join([method, *(f"{k}={v}" for k, v in setting.items())])
+    return Variant(label, experiment, settings, _of_seed(out / label.replace("/", "-").replace(" ", "_"), settings))
+
+
+def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
+    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run."""
+    with_seed = replace(experiment, seed=seed)
+    settings = settle(with_seed)
+    return Variant(label, with_seed, settings, _of_seed(folder, settings))
+
+
+def with_starts(runs: Sequence[Variant]) -> list[Variant]:
+    """The runs, each behind the one that it starts from; a start that several share is there once."""
+    by_folder: dict[Path, Variant] = {}
+    for run in runs:
+        for one in (run.after, run):
+            if one is not None:
+                by_folder.setdefault(one.folder, one)
+    return list(by_folder.values())
+
+
+def new_folder(name: str) -> Path:
+    """A folder under ``runs/`` that is not there yet."""
+    return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
+
+
+def _of_seed(folder: Path, settings: Settings) -> Path:
+    return folder / f"seed{settings.seed}"

@@ -1,0 +1,110 @@
+"""An experiment as it was asked for: a config file, what goes over it, and where each value came from."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.config.named_tables import NAMED
+from fedstill.experiment.config.overrides import parse_overrides
+from fedstill.experiment.config.tables import TopKeys
+from fedstill.fields import shown
+from fedstill.method import Method
+
+Table = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment(TopKeys):
+    """One run as it was asked for: only what differs from the defaults needs to be said.
+
+    The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
+    checked when the run is settled, not here. ``origins`` says where a dotted key came from, ``base`` is the folder
+    that paths are relative to.
+    """
+
+    data: str | Table = field(default_factory=dict)
+    model: str | Table = field(default_factory=dict)
+    method: str | Table | Method = field(default_factory=dict)
+    partition: str | Table = field(default_factory=dict)
+    topology: str | Table = field(default_factory=dict)
+    plan: Table = field(default_factory=dict)
+    clients: Table = field(default_factory=dict)
+    privacy: Table = field(default_factory=dict)
+    flower: Table = field(default_factory=dict)
+    query: Table = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    base: Path | None = None
+
+    def table(self, name: str) -> dict[str, Any]:
+        """A table as a mapping; raises ConfigError if it is something else."""
+        value = getattr(self, name)
+        if isinstance(value, str) and name in (*NAMED, "data"):
+            return {NAMED.get(name, ("name", ""))[0]: value}
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]")
+        return dict(value)
+
+    def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
+        """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``."""
+        tree = {k: getattr(self, k) for k in KEYS}
+        for key, value in values.items():
+            _set(tree, key, value)
+        return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
+
+
+KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "base"))
+"""Everything that a config may say: keys outside tables, and tables."""
+
+
+def load(path: Path | None, overrides: tuple[str, ...] = ()) -> Experiment:
+    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings."""
+    if path is None:
+        return Experiment().with_values(parse_overrides(overrides), "command line")
+    try:
+        tree = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
+    return from_tree(tree, origins, path.parent).with_values(parse_overrides(overrides), "command line")
+
+
+def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:
+    """The experiment of a parsed config; raises ConfigError naming an unknown key and the nearest legal one."""
+    for key in tree:
+        if key not in KEYS:
+            raise UnknownName("key", key, KEYS, where="config")
+    return Experiment(**tree, origins=origins, base=base)
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    head, _, rest = key.partition(".")
+    if not rest:
+        kept = {k: v for k, v in tree[head].items() if k == "clients"} if isinstance(tree.get(head), Mapping) else {}
+        tree[head] = {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
+        return
+    if head not in tree:
+        raise UnknownName("key", key, KEYS, where="override")
+    inner = tree[head]
+    if isinstance(inner, str) and head in (*NAMED, "data"):
+        inner = {NAMED.get(head, ("name", ""))[0]: inner}
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"override {key}: {head} is a value, not a table")
+    tree[head] = dict(inner)
+    if "." in rest:
+        tree[head].setdefault(rest.partition(".")[0], {})
+    _set(tree[head], rest, value)
+
+
+def _dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key

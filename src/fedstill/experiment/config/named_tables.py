@@ -1,0 +1,97 @@
+"""Tables that name a registered thing, a method say, and set its fields."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill import registry
+from fedstill.errors import ConfigError, on_one_line
+from fedstill.fields import Fields, Seed, checked, shown
+
+NAMED = {
+    "method": ("name", "fedavg"),
+    "model": ("name", ""),
+    "partition": ("kind", "dirichlet"),
+    "topology": ("kind", ""),
+}
+"""Tables that name a registered thing: under which key, and which one if none is named."""
+
+DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
+"""Values for parameters that a partition asks for and that we choose if nobody does."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A registered thing that a table names, its name resolved, and every field of it, set or by default."""
+
+    kind: str
+    name: str
+    values: Mapping[str, Any]
+
+    @property
+    def entry(self) -> registry.Entry:
+        """The registered thing."""
+        return registry.lookup(self.kind, self.name)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The table of a config that says the same."""
+        return {NAMED[self.kind][0]: self.name, **self.values}
+
+    def build(self) -> Any:
+        """The thing itself; raises ConfigError where it cannot be made from these fields."""
+        try:
+            return self.entry.build(**self.values)
+        except (TypeError, ValueError) as error:
+            message = f"{self.kind} {self.entry.name} cannot be made from these fields: {on_one_line(error)}"
+            raise ConfigError(message) from error
+
+
+def read_named(
+    kind: str,
+    table: Mapping[str, Any],
+    base: Path | None,
+    default: str = "",
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Named:
+    """What a table names and sets; raises ConfigError in one line for what is wrong.
+
+    ``default``: the name where the table has none. ``options``: defaults of fields, by the name of what they are for.
+    """
+    key, first = NAMED[kind]
+    given = dict(table)
+    if kind in ("partition", "topology"):  # the number of clients stands in either, and is no field of them
+        given.pop("clients", None)
+    name = given.pop(key, default or first)
+    if not isinstance(name, str):
+        raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
+    own = (options or {}).get(name, {})
+    fields = {k: (hint, own.get(k, value)) for k, (hint, value) in fields_of(kind, name, base)[1].items()}
+    return Named(kind, resolved_name(kind, name, base), checked(fields, given, kind))
+
+
+def resolved_name(kind: str, name: str, base: Path | None) -> str:
+    """A name as it stands in a run's config.toml: that of a file by its whole path."""
+    registry.lookup(kind, name, base)
+    path, colon, attribute = name.partition(":")
+    return str(((base or Path.cwd()) / path).resolve()) + colon + attribute if path.endswith(".py") else name
+
+
+def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:
+    """A registered thing and what a config may set of it."""
+    entry = registry.lookup(kind, name, base)
+    try:
+        fields = entry.fields
+        seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
+    except (NameError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
+    if seeded:
+        fields["seed"] = (Seed | None, None)
+    for key, value in DEFAULTS.get(name, {}).items():
+        if key in fields and fields[key][1] is ...:
+            fields[key] = (fields[key][0], value)
+    return entry, fields

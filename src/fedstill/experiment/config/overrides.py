@@ -1,0 +1,44 @@
+"""Values given beside a config: ``key=value`` for one run, ``key=value,value`` for a grid of runs."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+from fedstill.errors import ConfigError
+
+
+def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``.
+
+    >>> parse_overrides(("method.beta=0.5", "method=fedntd"))
+    {'method.beta': 0.5, 'method': 'fedntd'}
+    """
+    out: dict[str, Any] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {text!r} is not of the form key=value, e.g. -s method.beta=0.5")
+        try:
+            read = tomllib.loads(f"v = {value}")
+        except (ValueError, RecursionError):
+            read = {"v": value.strip()}
+        out[key.strip()] = read["v"] if len(read) == 1 else value.strip()
+    return out
+
+
+def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
+    """``("method.beta=0.1,1",)`` as ``{"method.beta": [0.1, 1]}``.
+
+    >>> parse_grid(("method.beta=0.1,1", "partition=iid,sharding"))
+    {'method.beta': [0.1, 1], 'partition': ['iid', 'sharding']}
+    >>> parse_grid(("model.hidden=[8],[8, 8]",))
+    {'model.hidden': [[8], [8, 8]]}
+    """
+    grid = {}
+    for text in texts:
+        key, _, values = text.partition("=")
+        (whole,) = parse_overrides((f"{key}=[{values}]",)).values()
+        words = [] if isinstance(whole, list) else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
+        grid[key.strip()] = whole if isinstance(whole, list) else [v for word in words for v in word.values()]
+    return grid

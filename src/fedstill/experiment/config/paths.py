@@ -1,0 +1,28 @@
+"""Paths and data sets' names in a config: relative to the config's folder, and whole in a run's config.toml."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedstill import registry
+from fedstill.errors import ConfigError, on_one_line
+from fedstill.fields import shown
+
+
+def whole_path(path: str, base: Path | None, key: str) -> Path:
+    """A path as it is written in a config; raises ConfigError naming the key for what cannot be one."""
+    try:
+        place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
+        place.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{key} = {shown(path)} cannot be a path: {on_one_line(error)}") from error
+    return place
+
+
+def resolved_data_name(name: str, base: Path | None) -> str:
+    """A data set's name, or the whole path of the file or folder that it is."""
+    if name in registry.names("dataset"):
+        return name
+    path, colon, attribute = name.partition(":")
+    place = whole_path(path, base, "data.name")
+    return str(place) + colon + attribute if place.exists() else name

@@ -1,0 +1,97 @@
+"""Settings: an experiment with every value resolved and checked, before any data are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import tomli_w
+
+from fedstill.experiment.config.named_tables import Named
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.fields import Count, as_table
+from fedstill.method import Method
+from fedstill.records import Plan
+from fedstill.topology import Topology
+from fedstill.wire.privacy import Privacy
+from fedstill.wire.screen import Rules
+
+
+@dataclass(frozen=True)
+class NamedTables:
+    """The tables that name registered things."""
+
+    method: Named
+    model: Named
+    partition: Named
+    topology: Named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(TopKeys):
+    """Every value of a run, resolved and checked, and the things built from them.
+
+    ``method``, ``topology``: built from what ``named`` names. ``clients``: how many there are; ``of_clients``: the
+    table ``[clients]``. ``plans``: by stage. ``origins``: where a dotted key came from.
+    """
+
+    threads: tuple[Count, Count]
+    data: DataTable
+    named: NamedTables
+    clients: int
+    of_clients: ClientsTable
+    privacy: Privacy
+    flower: FlowerTable
+    query: QueryTable
+    plans: Mapping[str, Plan]
+    method: Method
+    topology: Topology
+    origins: Mapping[str, str]
+
+    @property
+    def rules(self) -> Rules:
+        """What the server takes of clients' replies."""
+        return self.of_clients.rules
+
+    @property
+    def on_sites(self) -> bool:
+        """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
+        return self.engine == "flower" and self.flower.data == "sites"
+
+    @cached_property
+    def tree(self) -> dict[str, Any]:
+        """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it must not change."""
+        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name != "start_from"}
+        named = self.named
+        return {
+            **top,
+            **({"start_from": self.start_from} if self.start_from else {}),
+            "data": as_table(self.data),
+            "partition": named.partition.table,
+            "topology": {**named.topology.table, "clients": self.clients},
+            "model": named.model.table,
+            "method": named.method.table,
+            "clients": as_table(self.of_clients),
+            "privacy": as_table(self.privacy),
+            **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
+            "query": as_table(self.query),
+            "plan": {name: as_table(plan) for name, plan in self.plans.items()},
+        }
+
+    @property
+    def toml(self) -> str:
+        """The text of a run's config.toml."""
+        return as_toml(self.tree)
+
+
+def as_toml(tree: Mapping[str, Any]) -> str:
+    """A resolved config as TOML text; what is left to another value (None) is left out."""
+    return tomli_w.dumps(_without_none(tree))
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, (tuple, list)) else value

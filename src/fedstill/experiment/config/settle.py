@@ -1,0 +1,180 @@
+"""settle: an experiment's values resolved and checked, before any data are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from fedstill import registry
+from fedstill.engines.cores import lone_threads
+from fedstill.engines.precision import check_precision
+from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
+from fedstill.experiment.config.client_models import checked_models
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.named_tables import NAMED, Named, read_named, resolved_name
+from fedstill.experiment.config.paths import resolved_data_name, whole_path
+from fedstill.experiment.config.settings import NamedTables, Settings
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.measures.choose import measures
+from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
+from fedstill.fitting import FIT, FITTING
+from fedstill.method import Method
+from fedstill.records import Plan
+from fedstill.wire.privacy import Privacy
+
+DEFAULT_CLIENTS = 20
+
+
+def settle(experiment: Experiment) -> Settings:
+    """Resolve and check every value; raises ConfigError with one line that names the key and what to write."""
+    base = experiment.base
+    top = _top(experiment)
+    data = _data(experiment)
+    named_method, method = _method(experiment)
+    clients = _number_of_clients(experiment)
+    own = read_record(ClientsTable, experiment.table("clients"), "clients")
+    models = checked_models(own.models, clients, base, lambda name: resolved_name("model", name, base))
+    named_topology = read_named(
+        "topology", experiment.table("topology"), base, method.topology, {method.topology: method.schedule}
+    )
+    default_model = "digits_cnn" if data.name == "digits" else "cnn"
+    named = NamedTables(
+        named_method,
+        read_named("model", experiment.table("model"), base, default_model),
+        read_named("partition", experiment.table("partition"), base),
+        named_topology,
+    )
+    settings = Settings(
+        **as_table(top),
+        data=data,
+        named=named,
+        clients=clients,
+        of_clients=replace(own, models=models),
+        privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
+        flower=_flower(experiment),
+        query=_query(experiment.table("query")),
+        plans=_plans(method, experiment.table("plan"), named_topology),
+        method=method,
+        topology=named_topology.build(),
+        origins=experiment.origins,
+    )
+    _refuse_contradictions(settings)
+    return settings
+
+
+def _top(experiment: Experiment) -> TopKeys:
+    top = read_record(TopKeys, {f.name: getattr(experiment, f.name) for f in fields(TopKeys)}, "")
+    base, start = experiment.base, top.start_from
+    top = replace(
+        top,
+        threads=_threads(top.threads),
+        device=_device(top.device),
+        measure=tuple(resolved_name("measure", name, base) for name in top.measure),
+        start_from=str(whole_path(start, base, "start_from")) if start else "",
+    )
+    check_precision(top.precision, top.device)
+    measures(top.measure)
+    return top
+
+
+def _data(experiment: Experiment) -> DataTable:
+    data, base = read_record(DataTable, experiment.table("data"), "data"), experiment.base
+    source = data.public_from
+    return replace(
+        data,
+        name=resolved_data_name(data.name, base),
+        public_from=source if source in ("train", "noise") else resolved_data_name(source, base),
+        folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
+    )
+
+
+def _method(experiment: Experiment) -> tuple[Named, Method]:
+    live = experiment.method
+    if isinstance(live, Method):
+        given = {NAMED["method"][0]: registry.name_of("method", type(live)), **as_table(live)}
+    else:
+        given = experiment.table("method")
+    named = read_named("method", given, experiment.base)
+    built = named.build()
+    if not isinstance(built, Method):
+        raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
+    return named, built
+
+
+def _number_of_clients(experiment: Experiment) -> int:
+    said = {t: experiment.table(t)["clients"] for t in ("topology", "partition") if "clients" in experiment.table(t)}
+    counts = {t: checked({"clients": (Count, ...)}, {"clients": v}, t)["clients"] for t, v in said.items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(
+            f"topology.clients = {counts['topology']} and partition.clients = {counts['partition']} differ"
+        )
+    return int(next(iter(counts.values()), DEFAULT_CLIENTS))
+
+
+def _plans(method: Method, table: Mapping[str, Any], topology: Named) -> dict[str, Plan]:
+    plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
+    for name, value in table.items():
+        if isinstance(value, Mapping) and name not in plans:
+            raise UnknownName("stage", name, plans, where="plan")
+        if name in plans and not isinstance(value, Mapping):
+            raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
+    common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
+    return {stage: _plan(own, {**common, **table.get(stage, {})}, f"plan.{stage}") for stage, own in plans.items()}
+
+
+def _plan(default: Plan, given: Mapping[str, Any], where: str) -> Plan:
+    hints = fields_of_record(Plan)
+    return Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+
+
+def _flower(experiment: Experiment) -> FlowerTable:
+    flower = read_record(FlowerTable, experiment.table("flower"), "flower")
+    if flower.federation:
+        return replace(flower, federation=str(whole_path(flower.federation, experiment.base, "flower.federation")))
+    if flower.data == "sites":
+        raise ConfigError("flower.data = 'sites' needs flower.federation, the folder that `fedstill deploy init` made")
+    return flower
+
+
+def _query(table: Mapping[str, Any]) -> QueryTable:
+    written = table.get("classes", {})
+    if isinstance(written, Mapping):
+        lists = {str(k): tuple(v) if isinstance(v, list) else v for k, v in written.items()}
+        table = {**table, "classes": lists}
+    query = read_record(QueryTable, table, "query")
+    for client in query.classes:
+        if not client.isdecimal():
+            raise ConfigError(f"query.classes.{client}: a client is a whole number, e.g. [query.classes] 3 = [7, 9]")
+    if query.classes and query.draw != "none":
+        raise ConfigError("query: classes are written and drawn; leave query.draw or [query.classes] out")
+    return query
+
+
+def _threads(value: Any) -> tuple[int, int]:
+    if value == "auto":
+        return 1, lone_threads()
+    return (value, value) if isinstance(value, int) else value
+
+
+def _device(value: str) -> Any:
+    there = torch.cuda.is_available()
+    if value == "cuda" and not there:
+        raise ConfigError(
+            "device = 'cuda': torch sees no CUDA device here; set device = 'cpu', or install torch for CUDA"
+        )
+    return ("cuda" if there else "cpu") if value == "auto" else value
+
+
+def _refuse_contradictions(settings: Settings) -> None:
+    if settings.start_from and settings.engine == "flower" and settings.flower.federation:
+        raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
+    if settings.named.topology.name == "peer_to_peer" and settings.rounds > 1:
+        raise ConfigError("rounds: peer_to_peer is one shot; set rounds = 1")
+    if settings.privacy.on and "noisy_logits" not in settings.method.permits:
+        raise IncompatibleMethod(
+            f"[privacy] protects logits that clients upload, and method {settings.named.method.name} uploads none; "
+            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
+        )

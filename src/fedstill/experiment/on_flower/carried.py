@@ -1,0 +1,71 @@
+"""The engine of a run: in this process, or on Flower, over a grid that is given or one inside this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstill.data.examples import Dataset
+from fedstill.engines.flower.client_app import Does, client_app
+from fedstill.engines.flower.fleet import Clock, Fleet, Patience
+from fedstill.engines.flower.flower_engine import FlowerEngine
+from fedstill.engines.flower.loopback import LoopbackGrid
+from fedstill.engines.flower.requests import Request
+from fedstill.engines.memory import Memory
+from fedstill.engines.serial import SerialEngine
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.site import Clerk, Site, code_in
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.files import digest
+from fedstill.version import VERSION
+
+if TYPE_CHECKING:
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid
+
+
+def engine_of(
+    prepared: Prepared, folder: Path, run: Callable[[], str], grid: Grid | None
+) -> SerialEngine | FlowerEngine:
+    """The engine that a run's settings name.
+
+    ``folder``: the run's directory. ``run``: gives the run's identity once it has begun. ``grid``: a Flower grid whose
+    nodes are the clients; without one they work in this process, over a loopback grid.
+    """
+    settings, here = prepared.settings, prepared.engine(Memory(folder / "memory"))
+    if settings.engine != "flower":
+        return here
+    if grid is None:
+        grid = LoopbackGrid(trial_app(settings, prepared.dataset, folder / "sites"), range(settings.clients))
+    clock: Clock = grid if isinstance(grid, LoopbackGrid) else time
+    config = settings.toml
+    sha = digest(config.encode())
+
+    def request(**rest: Any) -> Request:
+        return Request(VERSION, config, sha, run(), **rest)
+
+    facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
+    return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts=facts)
+
+
+def patience(settings: Settings) -> Patience:
+    """How long to wait for clients, as ``[flower]`` says it."""
+    said = settings.flower
+    return Patience(said.deadline, said.ttl, said.retries, said.poll, max_bytes=said.max_mb << 20)
+
+
+def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
+    """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its memory in a folder.
+
+    They are the server's own user's, so what its configuration names they import.
+    """
+    imports, ready = tuple(code_in(settings.tree)), dict[str, Prepared]()
+
+    def clerk_of(context: Any) -> tuple[int, Does]:
+        client = int(context.node_config["partition-id"])
+        return client, Clerk(Site(client, folder, imports=imports), dataset, ready)
+
+    return client_app(clerk_of, settings.flower.max_mb << 20)

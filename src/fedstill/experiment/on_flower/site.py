@@ -1,0 +1,187 @@
+"""A site: what one client's machine allows, where its data lie, and how it does a stage that a server asks for."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from fedstill.data.examples import Dataset
+from fedstill.data.sources import load_dataset
+from fedstill.engines.flower.desk import Desk
+from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.engines.memory import Memory
+from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
+from fedstill.experiment.config.client_models import words
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.named_tables import NAMED
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
+from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
+from fedstill.experiment.preparing.run_world import world_of
+from fedstill.experiment.preparing.split import label_counts, queries_of
+from fedstill.fields import CountOrZero, checked, fields_of_record
+from fedstill.files import digest, make_folder
+from fedstill.method import acting, census_stage
+from fedstill.records import Examples
+from fedstill.version import VERSION
+from fedstill.work import Census, ClientWork
+
+
+@dataclass(frozen=True)
+class Site:
+    """One client's machine, as its ``site.toml`` says it.
+
+    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
+    a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
+    its copy of the public set, for runs that have one. ``accept``: SHA-256 of the configurations it runs; empty: any.
+    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    """
+
+    client: CountOrZero
+    memory: Path
+    data: str = ""
+    public: str = ""
+    accept: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+
+def load_site(path: Path) -> Site:
+    """The site in a ``site.toml``; paths are relative to its folder."""
+    try:
+        tree = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
+    for key in ("data", "public"):
+        place = path.parent / Path(values[key]).expanduser()
+        values[key] = str(place.resolve()) if values[key] and place.is_dir() else values[key]
+    return Site(**{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()})
+
+
+@dataclass
+class Clerk:
+    """Does stages for a site: checks the request, looks the method up by name, runs the one training loop.
+
+    ``dataset``: data in memory, for a trial in the server's own process. ``ready``: what was prepared before.
+    """
+
+    site: Site
+    dataset: Dataset | None = None
+    ready: dict[str, Prepared] = field(default_factory=dict)
+
+    def __call__(self, request: Request) -> SiteReply:
+        """The answer; whatever goes wrong is an answer too, with the reason in one line."""
+        try:
+            return self._answer(request)
+        except FedstillError as error:
+            reason = str(error)
+        except Exception as error:
+            reason = on_one_line(error)
+        stage = request.stage
+        return SiteReply(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
+
+    def _answer(self, request: Request) -> SiteReply:
+        if request.client != self.site.client:
+            raise Refused(f"this site is client {self.site.client}, not client {request.client}")
+        ready = self._ready(request)
+        desk = Desk(self.site.memory, request.run, request.client)
+        make_folder(desk.place)
+        with FileLock(desk.place / ".lock"):
+            return desk.kept(request) or self._work(ready, request, desk)
+
+    def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
+        stage, client, settings = request.stage, request.client, ready.settings
+        work = self._named_work(ready, request)
+        memory = Memory.of({client: desk.remembered(request.memory)})
+        engine = ready.engine(memory, serial=True, measured=not settings.on_sites, reuse=False)
+        (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
+        if reply.failure:
+            return SiteReply(client, stage.round, stage.index, failure=reply.failure)
+        answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
+        return desk.keep(request, answer, memory.held(client))
+
+    def _named_work(self, ready: Prepared, request: Request) -> ClientWork:
+        stage, method = request.stage, ready.settings.method
+        if request.client not in stage.clients:
+            raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
+        if stage == census_stage(ready.world):
+            if "label_counts" not in method.requires():
+                raise Refused(f"method {ready.settings.named.method.name} needs no label counts, so they stay here")
+            return Census()
+        if stage not in ready.settings.topology(stage.round, ready.world):
+            raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
+        return acting(method, stage).work(stage)
+
+    def _ready(self, request: Request) -> Prepared:
+        key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
+        self._check(request)
+        if key not in self.ready:
+            self.ready[key] = self._prepare(self._settings(request), Facts.of(request.facts))
+        return self.ready[key]
+
+    def _check(self, request: Request) -> None:
+        if request.version != VERSION:
+            raise Refused(f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install the same")
+        if digest(request.config.encode()) != request.sha:
+            raise Refused("the configuration is not the one that its SHA-256 names")
+        if self.site.accept and request.sha not in self.site.accept:
+            raise Refused(
+                f"this site has not accepted the configuration {request.sha}: its operator adds that to accept in "
+                "site.toml"
+            )
+
+    def _settings(self, request: Request) -> Settings:
+        try:
+            tree = tomllib.loads(request.config)
+        except (ValueError, RecursionError) as error:
+            raise Refused(f"the configuration is not TOML: {error}") from error
+        for name in code_in(tree):
+            if name not in self.site.imports:
+                raise Refused(f"the configuration names code, {name!r}, that this site does not list under imports")
+        settings = settle(from_tree(tree, {}, None))
+        if settings.toml != request.config:
+            raise Refused("the configuration resolves to other values at this site: install the same versions")
+        return settings
+
+    def _prepare(self, settings: Settings, facts: Facts) -> Prepared:
+        if settings.on_sites:
+            return self._on_own_data(settings, facts)
+        if self.site.data:
+            raise Refused("this site trains on its own data only: set flower.data = 'sites'")
+        return prepare(settings, self.dataset)
+
+    def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
+        if not self.site.data:
+            raise Refused("this site has no data of its own: set data in its site.toml")
+        own = load_dataset(self.site.data)
+        train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
+        public = public_of(settings, self.site.public, facts)
+        world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
+        world = replace(world, queries=queries_of(settings, label_counts(train.labels, (), len(facts.classes))))
+        parts = {self.site.client: torch.arange(len(train))}
+        sites = sites_of(settings, world, facts.inputs(settings), train, parts, public=public, own_test=test)
+        return Prepared(settings, own, world, sites)
+
+
+def code_in(tree: Mapping[str, Any]) -> list[str]:
+    """Names in a configuration that would import code beyond fedstill's own."""
+    named = [_text(tree, table, key) for table, (key, _) in NAMED.items()]
+    models = tree.get("clients", {}).get("models", []) if isinstance(tree.get("clients"), Mapping) else []
+    measures = tree.get("measure", [])
+    named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
+    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
+    return sorted({n for n in named if ":" in n or n.endswith(".py")})
+
+
+def _text(tree: Mapping[str, Any], table: str, key: str) -> str:
+    value = tree.get(table)
+    return str(value.get(key, "")) if isinstance(value, Mapping) else str(value or "")

@@ -1,0 +1,85 @@
+"""What cannot run together, method, models, data and measures, refused by name before round 1."""
+
+from __future__ import annotations
+
+import torch
+
+from fedstill.data.views import SiteViews
+from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
+from fedstill.experiment.preparing.run_world import RunWorld
+from fedstill.fitting import FIT
+from fedstill.models import contract
+from fedstill.records import SERVER, ModelSpec
+
+ASKED_OF_MODELS = {
+    "features": ("features", "give it submodules body and head"),
+    "head": ("head", "give it submodules body and head"),
+    "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
+}
+"""What a method may need of a model: in words, and what would give it."""
+
+
+def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
+    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would mend it."""
+    method = settings.method
+    name, kind = settings.named.method.name, settings.named.topology.name
+    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
+    if unknown:
+        raise IncompatibleMethod(
+            f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
+            f"leave topology.kind out to get its own, {method.topology}"
+        )
+    why = method.misfit(settings.topology(1, world), world)
+    if why:
+        raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
+    models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
+    for spec in models:
+        _check_runs(spec, sites)
+        missing = sorted(method.requires() & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
+        if missing:
+            what, remedy = ASKED_OF_MODELS[missing[0]]
+            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
+    if "same_shapes" in method.requires() and len(models) > 1:
+        raise IncompatibleMethod(
+            f"method {name} averages weights, so all models must be one: leave clients.models out, "
+            "or choose a method whose clients exchange logits"
+        )
+    if "queries" in method.requires() and not world.queries:
+        raise IncompatibleMethod(
+            f"method {name} needs queries: set query.draw = 'single' or 'multi', or write [query.classes]"
+        )
+    if "public_data" in method.requires() and sites.public is None:
+        raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
+    tested = sites.common_test is not None
+    setting = MeasuredRun(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
+    check_fit(measures(settings.measure), setting)
+    _check_public_labels(settings, sites, {s.name for s in schedule})
+
+
+def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
+    public, reading = sites.public, sorted(stages & settings.method.labelled)
+    if public is not None and reading and bool((public.labels < 0).any()):
+        raise IncompatibleMethod(
+            f"stage {reading[0]!r} of method {settings.named.method.name} reads the labels of public images, "
+            'and these have none; leave it out with topology.first = ""'
+        )
+
+
+def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
+    """Build a model and show it two images, so that a misfit is one clear line now and not a failed client later."""
+    some = sites.train.images[:2]
+    images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
+    try:
+        out = contract.predictor(spec, contract.initial(spec, 0))(images)
+    except FedstillError:
+        raise
+    except Exception as error:
+        shape = tuple(images.shape[1:])
+        raise ConfigError(f"model {spec} cannot take images of shape {shape}: {on_one_line(error)}") from error
+    if not isinstance(out, torch.Tensor):
+        raise ConfigError(f"model {spec} gives a {type(out).__name__}, not logits")
+    if out.shape != (len(images), spec.classes):
+        raise ConfigError(f"model {spec} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")

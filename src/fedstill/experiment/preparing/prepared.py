@@ -1,0 +1,145 @@
+"""A run that is ready to start: data read and split, models known, misfits refused; its engine is built here alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from fedstill.data.cache_folder import cache_folder, reuse_bytes
+from fedstill.data.examples import Dataset
+from fedstill.data.inputs import Inputs
+from fedstill.data.sources import load_dataset
+from fedstill.data.views import SiteViews
+from fedstill.engines.client_measures import ClientMeasures
+from fedstill.engines.memory import Memory
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.reuse import KeptReplies
+from fedstill.engines.serial import SerialEngine
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.measures.base import at_clients
+from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
+from fedstill.experiment.preparing.misfits import refuse_misfits
+from fedstill.experiment.preparing.public_data import set_apart
+from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
+from fedstill.experiment.preparing.split import label_counts, queries_of, some_of, split
+from fedstill.fitting import FIT
+from fedstill.method import ONLY_FIT
+from fedstill.records import Examples
+
+NO_DATA = "none"
+"""The data set's name for a server that has neither a test set nor a public set."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start; its settings name the engine that ``auto`` came to."""
+
+    settings: Settings
+    dataset: Dataset
+    world: RunWorld
+    sites: SiteViews
+
+    def engine(
+        self, memory: Memory | None = None, *, serial: bool = False, measured: bool = True, reuse: bool = True
+    ) -> SerialEngine:
+        """The engine that carries stages out in this process, as the settings name it.
+
+        ``memory``: what clients remember; in this process if it is left out. ``serial``: the serial engine whatever
+        the settings say. ``measured``: whether clients measure their own models. ``reuse``: whether replies that other
+        runs have kept may serve again, if the settings allow it.
+        """
+        settings = self.settings
+        rounds = measured_rounds(settings.rounds, settings.measure_every)
+        kind = SerialEngine if serial else ENGINES.get(settings.engine, SerialEngine)
+        return kind(
+            self.world,
+            self.sites,
+            memory or Memory(),
+            settings.threads,
+            settings.precision,
+            at_clients(measures(settings.measure), rounds) if measured else ClientMeasures(),
+            kept=self._kept() if reuse and settings.reuse else None,
+            privacy=settings.privacy,
+        )
+
+    def _kept(self) -> KeptReplies:
+        """Replies of other runs, for the stages of which the method says that they may serve again."""
+        method = self.settings.method
+        stages = method.reusable | (frozenset() if FIT in method.stages else ONLY_FIT.reusable)
+        return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
+
+
+def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
+    """Read and split the data, build the models once, and check that the method gets what it needs.
+
+    Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
+    """
+    if settings.reuse:
+        reuse_bytes()  # refused now if it is no number
+    dataset = dataset or read_data(settings)
+    train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
+    test = some_of(dataset.test, settings.data.test_size, "test_size")
+    classes, shape = len(dataset.classes), tuple(dataset.train.images.shape[1:])
+    parts = [] if settings.on_sites else split(settings, train.labels.numpy())
+    world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
+    world = replace(world, queries=queries_of(settings, label_counts(train.labels, parts, classes)))
+    inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings.data.augment))
+    sites = sites_of(settings, world, inputs, train, parts, public=public, test=test if len(test) else None)
+    refuse_misfits(settings, world, sites)
+    return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
+
+
+def sites_of(
+    settings: Settings,
+    world: RunWorld,
+    inputs: Inputs,
+    train: Examples,
+    parts: list[torch.Tensor] | dict[int, torch.Tensor],
+    public: Examples | None = None,
+    test: Examples | None = None,
+    own_test: Examples | None = None,
+) -> SiteViews:
+    """Where a run's data are, on its device: each client's part of ``train``, the public and the common test set."""
+
+    def there(examples: Examples | None) -> Examples | None:
+        return None if examples is None else examples.to(settings.device)
+
+    return SiteViews(
+        train=train.to(settings.device),
+        parts=parts,
+        classes=world.classes,
+        model=world.model,
+        passes=lambda spec: ModelPasses(spec, inputs),
+        inputs=inputs,
+        plans=dict(settings.plans),
+        seed=settings.seed,
+        public=there(public),
+        common_test=there(test),
+        own_test=there(own_test),
+        queries=world.queries,
+        labelled=settings.method.labelled,
+    )
+
+
+def read_data(settings: Settings) -> Dataset:
+    """The data set that the settings name; ``"none"`` is a server without data, which knows classes and shape only."""
+    data = settings.data
+    if settings.on_sites and data.name == NO_DATA:
+        return _no_data(settings)
+    columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
+    return load_dataset(data.name, folder=data.folder or None, **columns)
+
+
+def _no_data(settings: Settings) -> Dataset:
+    classes, shape = settings.flower.classes, settings.flower.shape
+    if len(classes) < 2 or not shape:
+        raise ConfigError(
+            "data.name = 'none' needs flower.classes, the names of the classes, and flower.shape, an image's "
+            "channels, height and width"
+        )
+    empty = Examples(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
+    half = (0.5,) * shape[0]
+    return Dataset(NO_DATA, empty, empty, None, classes, half, half)

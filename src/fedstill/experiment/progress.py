@@ -1,0 +1,37 @@
+"""Who watches a run, and may ask it to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Who watches a run: called after every stage and every round; may ask it to stop."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """A stage is done."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """A round is done and measured."""
+
+    def stop(self) -> bool:
+        """Whether to end after this stage."""
+
+
+class Quiet:
+    """Nobody watches."""
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        """Nothing."""
+
+    def round(self, event: Mapping[str, Any], rounds: int) -> None:
+        """Nothing."""
+
+    def stop(self) -> bool:
+        """Never."""
+        return False
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and has: its checkpoint is written."""

@@ -1,0 +1,198 @@
+"""Checkpoints: the whole truth of a run after a stage, written whole or not at all.
+
+``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed
+is not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest one.
+Objects are durable before the manifest is, and the manifest before ``LATEST`` points to it; old files go last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import BadPayload, CorruptFile
+from fedstill.experiment.run_directory.journal import Mark
+from fedstill.files import digest, make_folder, remove, write_whole
+from fedstill.records import ModelSpec, Payload, State
+from fedstill.wire.codec import decode, encode
+
+log = logging.getLogger("fedstill.checkpoint")
+
+CHECKPOINTS_KEPT = 3
+"""How many checkpoints are kept."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds: the state, which memory files count, where the journal stood."""
+
+    state: State
+    memory: dict[int, tuple[str, str]]
+    journal: Mark
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
+
+    ``memory``: the folder of the memory files that they name; they are read and compared too, if it is given.
+    """
+
+    folder: Path
+    config: str
+    memory: Path | None = None
+    _sound: set[str] = field(default_factory=set, compare=False, repr=False)  # objects written or read whole here
+
+    @property
+    def objects(self) -> Path:
+        """Where groups of states are."""
+        return self.folder / "objects"
+
+    def save(self, state: State, memory: dict[int, tuple[str, str]], journal: Mark) -> list[str]:
+        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs."""
+        make_folder(self.objects)
+        groups = {
+            "params": Payload(params=state.params),
+            **{f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra},
+        }
+        manifest = {
+            "round": state.round,
+            "stage": state.stage,
+            "model": asdict(state.model) if state.model else None,
+            "groups": {name: self._object(payload) for name, payload in groups.items()},
+            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
+            "journal": journal,
+            "config": self.config,
+        }
+        body = json.dumps(manifest).encode()
+        name = _name(state.round, state.stage)
+        write_whole(self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode())
+        write_whole(self.folder / "LATEST", name.encode())
+        return self.prune(state)
+
+    def latest(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None if there never was one.
+
+        A damaged one is passed over for the one before it.
+        Raises CorruptFile if checkpoints exist and none is whole.
+        """
+        problems = []
+        for name in self._names():
+            try:
+                return self._load(name)
+            except CorruptFile as error:
+                log.warning("checkpoint passed over: %s", error)
+                problems.append(str(error))
+        if problems:
+            raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
+        return None
+
+    def _names(self) -> list[str]:
+        """Names from the newest that ``LATEST`` vouches for; one written later was never completed."""
+        names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
+        try:
+            newest = (self.folder / "LATEST").read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return names
+        return [n for n in names if n <= newest] or names
+
+    def _object(self, payload: Payload) -> str:
+        data = encode(payload)
+        name = digest(data)
+        path = self.objects / f"{name}.safetensors"
+        if name not in self._sound or not path.exists():
+            write_whole(path, data)
+            self._sound.add(name)
+        return name
+
+    def _load(self, name: str) -> Restored:
+        manifest = self._manifest(name)
+        path = self.folder / name
+        try:
+            if manifest["config"] != self.config:
+                raise CorruptFile(f"{path} belongs to another configuration")
+            if name != _name(manifest["round"], manifest["stage"]):
+                raise CorruptFile(f"{path} is of round {manifest['round']}, stage {manifest['stage']}: it was moved")
+            return self._restored(manifest)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptFile(f"{path} is not laid out as this version's: {type(error).__name__} {error}") from error
+
+    def _restored(self, manifest: dict[str, Any]) -> Restored:
+        groups: dict[str, Any] = {}
+        for key, sha in manifest["groups"].items():
+            (groups[key],) = self._group(sha).values()
+        model = manifest["model"]
+        if model:
+            fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in model["fields"])
+            shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
+            model = ModelSpec(model["name"], shape, model["classes"], fields, widths)
+        extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
+        state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
+        memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}
+        if self.memory is not None:
+            for file, sha in memory.values():
+                _read_whole(self.memory / file, sha)
+        length, journal = manifest["journal"]
+        return Restored(state, memory, (length, journal))
+
+    def _manifest(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            whole = json.loads(path.read_bytes())
+            manifest: dict[str, Any] = whole["manifest"]
+            if digest(json.dumps(manifest).encode()) != whole["sha256"]:
+                raise ValueError("its SHA-256 is not the one noted")
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+        return manifest
+
+    def _group(self, sha: str) -> Payload:
+        path = self.objects / f"{sha}.safetensors"
+        data = _read_whole(path, sha)
+        self._sound.add(sha)
+        try:
+            return decode(data)
+        except BadPayload as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+
+    def prune(self, state: State) -> list[str]:
+        """Delete what the last three checkpoints up to a state's don't need; the memory files that they do need."""
+        newest = _name(state.round, state.stage)
+        names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
+        needed: set[str] = set()
+        memory: set[str] = set()
+        for name in names[-CHECKPOINTS_KEPT:]:
+            for manifest in self._whole(name):
+                needed.update(manifest["groups"].values())
+                memory.update(file for file, _ in manifest["memory"].values())
+        for name in names[:-CHECKPOINTS_KEPT]:
+            remove(self.folder / name)
+        for path in self.objects.glob("*.safetensors"):
+            if path.stem not in needed:
+                remove(path)
+                self._sound.discard(path.stem)
+        return sorted(memory)
+
+    def _whole(self, name: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield self._manifest(name)
+        except CorruptFile:
+            return
+
+
+def _name(round: int, stage: int) -> str:
+    return f"{round:07d}-{stage:07d}.json"
+
+
+def _read_whole(path: Path, sha: str) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CorruptFile(f"{path} is damaged: {error.strerror}") from error
+    if digest(data) != sha:
+        raise CorruptFile(f"{path} is damaged: its SHA-256 is not the one noted")
+    return data

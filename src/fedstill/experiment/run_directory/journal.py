@@ -1,0 +1,111 @@
+"""The journal of a run: one JSON object a line, in the order of events; times are only in fields named ``seconds…``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import CorruptFile
+from fedstill.files import as_named, digest, sync_folder
+
+Event = dict[str, Any]
+
+
+Mark = tuple[int, str]
+"""A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
+
+START: Mark = (0, digest(b""))
+"""The mark of an empty journal."""
+
+
+class Journal:
+    """An append-only file of events."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+            sync_folder(path.parent)
+            self._sum = hashlib.sha256(path.read_bytes())
+        except OSError as error:
+            raise as_named(error, path) from error
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append one event; a number that is not finite is written as null."""
+        line = json.dumps({"event": event, **json_value(values)}, separators=(",", ":"), allow_nan=False)
+        data = memoryview(line.encode() + b"\n")
+        self._sum.update(data)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            raise as_named(error, self.path) from error
+
+    def sync(self) -> Mark:
+        """Make all events durable; where the journal stands."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise as_named(error, self.path) from error
+        return self._file.tell(), self._sum.hexdigest()
+
+    def cut(self, mark: Mark) -> None:
+        """Drop what was written after a mark: events that the checkpoint does not know.
+
+        Raises CorruptFile, and drops nothing, if the journal is shorter than that, or is not the one that was written.
+        """
+        length, sha = mark
+        data = self.path.read_bytes()[:length]
+        if len(data) < length:
+            raise CorruptFile(f"{self.path} is shorter than the {length} bytes its checkpoint knows; restore the file")
+        if digest(data) != sha:
+            raise CorruptFile(f"{self.path} is not what was written: its first {length} bytes changed; restore it")
+        self._file.truncate(length)
+        self._file.seek(0, os.SEEK_END)
+        self._sum = hashlib.sha256(data)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> list[Event]:
+    """The events in a journal, whole lines only (a run that was killed may have left half a line).
+
+    Raises CorruptFile naming the line that is not an event.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise CorruptFile(f"there is no journal at {path}: {error.strerror}; is this a run's directory?") from error
+    events = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
+        if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+            raise CorruptFile(f"{path}, line {number}, is not an event")
+        events.append(event)
+    return events
+
+
+def without_times(value: Any) -> Any:
+    """An event without its times: what must be the same bits after a resume."""
+    if isinstance(value, Mapping):
+        return {k: without_times(v) for k, v in value.items() if not str(k).startswith("seconds")}
+    return [without_times(v) for v in value] if isinstance(value, list) else value
+
+
+def json_value(value: Any) -> Any:
+    """A value as JSON has it: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(k): json_value(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,95 @@
+"""What a finished run leaves: its final model, a summary, and the Result that Python hands back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.files import write_whole
+from fedstill.metrics.accuracy import best_and_recent
+from fedstill.metrics.answers import QUERY_MEASURES
+from fedstill.records import State
+
+QUERIED = tuple(f"query_{name}" for name in QUERY_MEASURES)
+"""What a summary says of a run whose clients asked for classes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round.
+
+    ``measures``: what the run's measures gave, one mapping a measure and stage, in order.
+    """
+
+    accuracy: float
+    forgetting: float
+    history: list[dict[str, Any]]
+    model: dict[str, Tensor]
+    directory: Path
+    summary: Mapping[str, Any]
+    measures: list[dict[str, Any]]
+
+    @staticmethod
+    def of(folder: Path) -> Result:
+        """The result of a finished run's directory; raises CorruptFile for a file that is damaged or gone."""
+        path = folder / "summary.json"
+        try:
+            summary = json.loads(path.read_bytes())
+            accuracy, forgetting = summary["accuracy"], summary["forgetting"]
+            path = folder / "model.safetensors"
+            model = safetensors.torch.load(path.read_bytes())
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+            todo = f"delete summary.json, then `fedstill resume {folder}`"
+            raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
+        events = journals.read_journal(folder / "journal.jsonl")
+        history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
+        return Result(accuracy, forgetting, history, model, folder, summary, measures)
+
+
+OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+"""What a summary has of the last round, where it is there."""
+
+
+def summary_of(
+    settings: Settings, history: Sequence[Mapping[str, Any]], measures: Mapping[str, float] | None = None
+) -> dict[str, Any]:
+    """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean.
+
+    measures: seconds of each measure in all rounds.
+    """
+    accuracies = [e["accuracy"] for e in history]
+    return {
+        "method": settings.named.method.name,
+        "dataset": settings.data.name,
+        "partition": settings.named.partition.name,
+        "topology": settings.named.topology.name,
+        "clients": settings.clients,
+        "rounds": settings.rounds,
+        "seed": settings.seed,
+        "accuracy": accuracies[-1],
+        **best_and_recent(accuracies),
+        "forgetting": history[-1]["forgetting"],
+        **{k: history[-1][k] for k in (*QUERIED, *OF_LAST) if k in history[-1]},
+        "bytes_up": sum(e["bytes_up"] for e in history),
+        "bytes_down": sum(e["bytes_down"] for e in history),
+        "seconds": sum(e["seconds"] for e in history),
+        "seconds_training": sum(e["seconds_training"] for e in history),
+        "seconds_measures": dict(measures or {}),
+    }
+
+
+def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
+    """Write ``model.safetensors`` and then ``summary.json``, whose presence says that the run is finished."""
+    params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
+    write_whole(folder / "model.safetensors", safetensors.torch.save(params))
+    write_whole(folder / "summary.json", json.dumps(journals.json_value(summary), indent=2).encode())

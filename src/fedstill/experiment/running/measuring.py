@@ -1,0 +1,236 @@
+"""What is measured on the way: after every round, by clients in their stages, and by the run's measures."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import FedstillError, on_one_line
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
+from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.evaluation import evaluated, images_by_class
+from fedstill.experiment.running.privacy_budget import Budget
+from fedstill.fitting import FIT
+from fedstill.metrics import consistency, forgetting
+from fedstill.metrics.answers import answers
+from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
+from fedstill.wire.screen import Refusal
+
+Accuracies = Sequence[Any]
+"""One number in [0, 1] for each class, None for a class without test images."""
+
+
+@dataclass
+class Measuring:
+    """Turns what happens into journal events, and remembers what later measures need; all of it is in the journal.
+
+    It does not grow with the rounds: of those before, the last one's accuracies by class and the best so far are kept.
+    """
+
+    prepared: Prepared
+    spent: float = 0.0  # seconds of this round's measures
+    seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
+    folder: Path | None = None  # the run's directory
+    _before: Accuracies = ()  # accuracies by class after the last round
+    _best: Accuracies = ()  # of all rounds so far
+    _replies: list[dict[str, Any]] = field(default_factory=list)
+    _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        self.measures = measures(settings.measure)
+        self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
+        self.rounds = measured_rounds(settings.rounds, settings.measure_every)
+
+    def split(self) -> dict[str, Any]:
+        """How the data are split: classes, and label counts by client."""
+        sites, data = self.prepared.sites, self.prepared.dataset
+        counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
+        asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
+        told = {"queries": asked, "test_counts": self._totals()} if asked else {}
+        return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
+
+    def _networks(self) -> dict[str, Any]:
+        """Who has which network, where they differ."""
+        world = self.prepared.world
+        everyone = range(world.clients)
+        if len({world.model(c) for c in everyone}) < 2:
+            return {}
+        return {"models": [str(world.model(c)) for c in everyone]}
+
+    def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+        """The server's models before round 1."""
+        found = self._evaluate(predictors)
+        self._before = found["class_accuracy"]
+        return found
+
+    def stage(
+        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    ) -> Iterator[dict[str, Any]]:
+        """The events of a finished stage: one for each client that replied, was refused, or had nothing to do."""
+        where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
+        events = [
+            {
+                **where,
+                "client": r.client,
+                "examples": r.examples,
+                "bytes_up": r.up.nbytes,
+                "bytes_down": downs[r.client].nbytes,
+                **r.metrics,
+            }
+            for r in replies
+        ]
+        events += [
+            {
+                **where,
+                "client": r.client,
+                "refused": r.reason,
+                "bytes_down": downs[r.client].nbytes if r.client in downs else 0,
+            }
+            for r in refused
+        ]
+        events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
+        self.budget.mark(stage, events)
+        self._note(events)
+        yield from events
+
+    def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
+        """The events of the measures that look at a finished stage, each with the seconds it took."""
+        room = self._room()
+        if room is None or seen.stage.round not in self.rounds:
+            return
+        torch.set_num_threads(self.prepared.settings.threads[1])
+        if seen.stage.hop and seen.replies:
+            seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
+        where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
+        for name, measure in self.measures.items():
+            if measure.only_last and not seen.ends_run:
+                continue
+            began = time.perf_counter()
+            found = _looked(name, measure, seen, room)
+            seconds = time.perf_counter() - began
+            self._count(name, seconds)
+            if found is not None:
+                yield {"event": "measure", "measure": name, **where, **found, "seconds": seconds}
+
+    def round(
+        self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
+    ) -> dict[str, Any]:
+        """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
+        began = time.perf_counter()
+        replies, self._replies = self._replies, []
+        measured = self._evaluate(predictors)
+        before, classes = self._before, measured["class_accuracy"]
+        event = {
+            "round": round,
+            **measured,
+            "forgetting": forgetting([self._best, classes] if self._best else [classes]),
+            "consistency": consistency(before, classes),
+            **self._of_round(Reports(replies, before, classes, self._totals())),
+            **self._answers(replies, measured),
+            "replies": sum("refused" not in e and "idle" not in e for e in replies),
+            "refused": sum("refused" in e for e in replies),
+            "bytes_up": _sent(replies, "bytes_up"),
+            "bytes_down": _sent(replies, "bytes_down"),
+            **self._as_weights(replies),
+            **self.budget.told(),
+            "seconds_training": training,
+            "seconds_saving": saving,
+            "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
+            "seconds_measuring": time.perf_counter() - began + self.spent,
+        }
+        self.spent = 0.0
+        event["seconds"] = training + saving + event["seconds_measuring"]
+        self._passed(classes)
+        return event
+
+    def _passed(self, classes: Accuracies) -> None:
+        best = self._best or classes
+        self._best = [a if b is None or (a is not None and a > b) else b for a, b in zip(classes, best, strict=True)]
+        self._before = classes
+
+    def _as_weights(self, replies: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """For methods that send none: what weights would have cost, once down and once up for each client."""
+        if "same_shapes" in self.prepared.settings.method.requires():
+            return {}
+        took_part = {e["client"] for e in replies if "steps" in e and e["client"] != SERVER}
+        return {"bytes_as_weights": 2 * sum(_bytes(self.prepared.world.initial(c)) for c in took_part)}
+
+    def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Remember what a journal says, as if it had happened here."""
+        for event in events:
+            rest = {k: v for k, v in event.items() if k != "event"}
+            if event["event"] == "initial":
+                self._before = rest["class_accuracy"]
+            elif event["event"] == "round":
+                self._passed(rest["class_accuracy"])
+                self._replies, self.spent = [], 0.0
+            elif event["event"] == "client":
+                self._note([dict(rest)])
+                self.budget.count([event])
+            elif event["event"] == "measure":
+                self._count(event["measure"], event["seconds"])
+
+    def _count(self, name: str, seconds: float) -> None:
+        self.spent += seconds
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def _of_round(self, reports: Reports) -> dict[str, Any]:
+        """What the measures make of the clients' reports."""
+        return {k: v for measure in self.measures.values() for k, v in measure.of_round(reports).items()}
+
+    def _room(self) -> Room | None:
+        sites = self.prepared.sites
+        if sites.common_test is None:
+            return None
+        return Room(self.prepared.world, sites.common_test, sites.inputs, sites, self.folder)
+
+    def _note(self, events: Sequence[dict[str, Any]]) -> None:
+        self._replies += events
+        for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
+        accepted = [e["client"] for e in events if "refused" not in e and "idle" not in e and e["round"] > 0]
+        self._acted = [*self._acted, *accepted][-2:]
+
+    def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of the clients' queries."""
+        world, sites = self.prepared.world, self.prepared.sites
+        if not world.queries or not sites.parts:
+            return {}
+        counts = [sites.counts(c).tolist() for c in range(world.clients)]
+        personal = self.prepared.settings.method.personal
+        return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
+
+    def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
+        return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
+
+    def _totals(self) -> list[int]:
+        return images_by_class(self.prepared.sites, self.prepared.world.classes)
+
+
+def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
+    try:
+        return measure.look(seen, room)
+    except FedstillError:
+        raise
+    except Exception as error:
+        where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
+        raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+
+
+def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
+    """Bytes between clients and server; what the server works on itself goes nowhere."""
+    return sum(e.get(key, 0) for e in replies if e["client"] != SERVER)
+
+
+def _bytes(params: Tensors) -> int:
+    return sum(v.numel() * v.element_size() for v in params.values())

@@ -1,0 +1,103 @@
+"""What there is, in a terminal: the names of a kind with their fields, and the card of one thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from fedstill import docstrings
+from fedstill.fields import legal
+from fedstill.method import Method
+from fedstill.records import Plan
+from fedstill.registry import Entry
+
+ALWAYS = ("epochs", "batch", "optimiser", "lr")
+"""What is said of every plan; of the rest, what differs from plain SGD."""
+
+
+def value(what: object) -> str:
+    """A value as a config file writes it."""
+    if isinstance(what, bool):
+        return str(what).lower()
+    if isinstance(what, (tuple, list)):
+        return "[" + ", ".join(value(v) for v in what) + "]"
+    return "unset" if what is None else f'"{what}"' if isinstance(what, str) else str(what)
+
+
+def overview(entries: Sequence[Entry]) -> Iterator[RenderableType]:
+    """Every thing's name and summary, and below it its fields."""
+    name, field = (max([0, *widths]) for widths in zip(*map(_widths, entries), strict=True))
+    for entry in entries:
+        yield _columns([(Text(entry.name, "bold"), Text(entry.summary))], name)
+        yield Padding(_columns(_fields(entry), field), (0, 0, 0, 2))
+
+
+def card(entry: Entry) -> RenderableType:
+    """All that is declared of one thing: paper, symbols, state and memory, topology, needs, plans, fields."""
+    head = Text.assemble((f"{entry.kind} {entry.name}", "bold"), "  ", entry.summary)
+    about = _columns([(Text(label, "bold"), Text(text)) for label, text in _about(entry)])
+    parts: list[RenderableType] = [head, "", about]
+    if fields := _fields(entry):
+        parts += ["", Text("fields", "bold"), Padding(_columns(fields), (0, 0, 0, 2))]
+    return Group(*parts)
+
+
+def _about(entry: Entry) -> Iterator[tuple[str, str]]:
+    module = inspect.getmodule(entry.target)
+    documents = [inspect.getdoc(entry.target) or "", (module and module.__doc__) or ""]
+    declared = [docstrings.blocks(text) for text in (documents if entry.kind == "method" else documents[:1])]
+    for label in ("Source", "Symbols", "State", "Memory"):
+        apart = "; " if label == "Source" else "\n"
+        for text in (text for texts in declared for text in texts.get(label, [])):
+            yield label.lower(), text.replace("``", "").replace("; ", apart)
+    if inspect.isclass(entry.target) and issubclass(entry.target, Method):
+        yield from _of_method(entry.target, entry)
+    yield "code", f"{entry.target.__module__}.{getattr(entry.target, '__qualname__', '')}"
+
+
+def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:
+    whole = all(default is not ... for _, default in entry.fields.values())
+    needs = entry.build().requires() if whole else method.needs
+    options = [f"{key} = {value(what)}" for key, what in method.schedule.items()]
+    yield "topology", ", ".join([method.topology, *options])
+    yield "needs", ", ".join(sorted(needs)) or "nothing"
+    yield "permits", ", ".join(sorted(method.permits)) or "nothing"
+    for stage, plan in method.plans.items():
+        yield f"plan {stage}", _plan(plan)
+
+
+def _plan(plan: Plan) -> str:
+    said = [f for f in dataclasses.fields(plan) if f.name in ALWAYS or getattr(plan, f.name) != f.default]
+    return ", ".join(f"{f.name} = {value(getattr(plan, f.name))}" for f in said)
+
+
+def _fields(entry: Entry) -> list[tuple[Text, Text]]:
+    """For each field its default, and its sentence with what is legal."""
+    sentences = entry.sentences
+    return [
+        (
+            Text(name if default is ... else f"{name} = {value(default)}"),
+            Text.assemble(sentences.get(name, ""), " ", (f"({legal(hint)})", "dim")),
+        )
+        for name, (hint, default) in entry.fields.items()
+    ]
+
+
+def _widths(entry: Entry) -> tuple[int, int]:
+    return len(entry.name), max((len(left) for left, _ in _fields(entry)), default=0)
+
+
+def _columns(rows: Sequence[tuple[Text, Text]], width: int = 0) -> Table:
+    """Two columns; the first as wide as it must be, and at least so wide."""
+    out = Table.grid(padding=(0, 2))
+    out.add_column(min_width=width, no_wrap=True)
+    out.add_column(overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    return out

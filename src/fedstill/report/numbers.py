@@ -1,0 +1,87 @@
+"""The numbers of a table: what is reported of each run, and its mean and spread over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedstill.metrics.accuracy import best_and_recent
+from fedstill.report.runs import Run
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: a key, a title, its unit, what a value is multiplied by, and the digits shown."""
+
+    key: str
+    title: str
+    unit: str
+    scale: float
+    digits: int
+    says: str
+
+
+COLUMNS = (
+    Column("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the global model after the last round"),
+    Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
+    Column("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
+    Column("forgetting", "forgetting F", "%", 100, 2, "how far classes are below their best earlier round, mean"),
+    Column("query_average_accuracy", "asked: average", "%", 100, 2, "own classes by share, classes asked for in full"),
+    Column("query_gain", "gain", "%", 100, 2, "how far accuracy on the classes asked for rose over the client alone"),
+    Column("query_forgetting", "loss", "%", 100, 2, "how far accuracy on own classes fell under the client's alone"),
+    Column("query_uniform_accuracy", "uniform", "%", 100, 2, "own classes and those asked for, all alike"),
+    Column("query_average_accuracy_before", "alone", "%", 100, 2, "the average accuracy that the client had alone"),
+    Column("in_local_accuracy", "in-local", "%", 100, 2, "local models on classes as their own client has them"),
+    Column("out_local_accuracy", "out-local", "%", 100, 2, "local models on the classes that their client lacks"),
+    Column("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
+    Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
+    Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
+)
+"""The columns in their order; accuracies and forgetting are shares, shown in percent."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over runs and their sample standard deviation, 0 for a single run."""
+
+    mean: float
+    std: float
+    runs: int
+
+    def text(self, scale: float = 1.0, digits: int = 2) -> str:
+        """Mean ± spread; the mean alone if there is one run.
+
+        >>> spread([0.1, 0.3]).text(100), spread([0.5]).text()
+        ('20.00 ± 14.14', '0.50')
+        """
+        mean = f"{scale * self.mean:.{digits}f}"
+        return mean if self.runs == 1 else f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Mean and sample standard deviation; None of nothing."""
+    if not values:
+        return None
+    return Spread(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
+
+
+def reported(run: Run) -> dict[str, float | None]:
+    """What is reported of one run, finished or not; None for what it did not measure, all of it without a round."""
+    if not run.rounds:
+        return dict.fromkeys((m.key for m in COLUMNS), None)
+    accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
+    last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
+    local = {m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(("in_local", "out_local", "query_"))}
+    sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
+    return {
+        **last,
+        **best_and_recent(accuracy),
+        **local,
+        **sums,
+    }
+
+
+def _last(run: Run, key: str) -> float | None:
+    curve = run.curve(key)
+    return curve[max(curve)] if curve else None

@@ -1,0 +1,148 @@
+"""What `list` and `explain` say of methods and their fields: defaults, ranges, sentences, state and memory."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fedstill import registry
+from fedstill.cli import call
+
+WIDTHS = [80, 100, 160]
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert call(words) == 0
+    return capsys.readouterr().out
+
+
+def joined(text: str) -> str:
+    """Without the breaks of lines."""
+    return " ".join(text.split())
+
+
+def test_list_of_methods_has_a_line_for_each_field(capsys: pytest.CaptureFixture[str]) -> None:
+    """Into a file or a pipe each stands on a line of its own."""
+    lines = [joined(line) for line in said(["list", "method"], capsys).splitlines()]
+    entries = [registry.lookup("method", name) for name in registry.names("method")]
+    for entry in (e for e in entries if e.target.__module__.startswith("fedstill.")):
+        at = lines.index(joined(f"{entry.name} {entry.summary}"))
+        for number, field in enumerate(entry.fields, start=1):
+            assert lines[at + number].startswith(f"{field} = "), (entry.name, field)
+            assert joined(entry.sentences[field]) in lines[at + number]
+    mix = "mix = 0.0 Share of the not-true distillation; the rest is that of all classes (lambda). (number in [0, 1])"
+    assert mix in lines
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("words", [["method"], ["partition"], ["method", "fedadkd"], ["method", "pfnm"]])
+def test_nothing_is_cut_however_wide_the_terminal(
+    words: list[str], width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = said(["list", *words], capsys)
+    assert max(map(len, text.splitlines())) <= width
+    entries = [registry.lookup(words[0], name) for name in words[1:] or registry.names(words[0])]
+    for sentence in {s for e in entries for f, s in e.sentences.items() if f in e.fields}:
+        rest = iter(text.split())
+        assert all(word in rest for word in sentence.split()), sentence
+
+
+def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    card = joined(said(["list", "method", "fedadkd"], capsys))
+    for part in (
+        "method fedadkd FedDKD whose true-class weight follows each client's label heterogeneity.",
+        'source Jang & Chou, "Mitigating Global Knowledge Forgetting via Adaptive Decoupled Knowledge Distillation".',
+        "symbols alpha, beta = weights",
+        "state the global parameters gini = G of each client (clients,) as it sent it last, 1 at first",
+        "memory nothing.",
+        "topology parallel",
+        "needs same_shapes",
+        "permits nothing",
+        'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, momentum = 0.9',
+        "code fedstill.methods.fedadkd.FedADKD",
+        "delta = 1.0 Spread of the heterogeneity map f(G) = log(1 + delta G). (number in (0, 1e9])",
+        'phi_timing = "stale"',
+        '("stale" | "exact")',
+    ):
+        assert part in card, part
+    peers = joined(said(["list", "method", "qkt_light_server"], capsys))
+    assert 'topology peer_to_peer, server = "transfer_server", transfer = false' in peers
+    assert "plan transfer_server epochs = 25" in peers
+    assert "needs head, public_data, queries, same_shapes" in peers
+    assert "needs label_counts, public_data" in joined(said(["list", "method", "hiper_fedkd"], capsys))
+    assert "shared = the model of phase 1" in peers
+
+
+def test_a_name_that_is_a_setting_of_another_has_its_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "mix = 0.0 " in joined(said(["list", "method", "kd"], capsys))
+    assert "mix = 0.5 " in joined(said(["list", "method", "kd_ntd"], capsys))
+
+
+def test_other_kinds_and_a_users_file_have_cards_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "source FedADKD" in joined(said(["list", "partition", "hybrid"], capsys))
+    assert "measure local" in said(["list", "measure", "local"], capsys)
+    Path("mine.py").write_text(
+        textwrap.dedent('''
+        """Mine.
+
+        Source: nobody's paper.
+        State: the global parameters; h = a sum.
+        """
+        from dataclasses import dataclass
+        from fedstill.methods.fedavg import FedAvg
+
+        @dataclass(frozen=True)
+        class Mine(FedAvg):
+            """FedAvg with nothing added."""
+
+            beta: float = 1.0
+            """Weight of nothing."""
+        ''')
+    )
+    card = joined(said(["list", "method", "mine.py:Mine"], capsys))
+    assert "source nobody's paper. state the global parameters h = a sum. topology parallel" in card
+    assert "beta = 1.0 Weight of nothing. (number)" in card
+
+
+def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["list", "method", "fedntx"]) == 2
+    assert "did you mean 'fedntd'" in capsys.readouterr().err
+
+
+def test_explain_says_what_each_value_is_of_the_things_that_a_config_names(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text('method = "fedadkd"\n[partition]\nkind = "hybrid"\niid_share = 0.5\n[model]\nname = "mlp"\n')
+    rows = said(["explain", str(config), "--no-split"], capsys).splitlines()
+    named = [row for row in rows if row.split(".")[0] in ("method", "topology", "partition", "model")]
+    assert len(named) > 20
+    for row in named:
+        assert row.rstrip().endswith("."), row
+    text = joined("\n".join(rows))
+    assert "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
+    assert "method.name " in text
+    assert "FedDKD whose true-class weight follows" in text
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_explain_cuts_no_sentence(
+    width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = said(["explain", "-s", "method=fedadkd", "--no-split"], capsys)
+    assert max(map(len, text.splitlines())) <= width
+    for sentence in registry.lookup("method", "fedadkd").sentences.values():
+        rest = iter(text.split())
+        assert all(word in rest for word in sentence.split()), sentence

@@ -1,0 +1,92 @@
+"""Measures that clients take: when they are due, what they give, and what is refused of a report over a wire."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from fedstill.engines.client_measures import AtClient, ClientMeasures
+from fedstill.engines.flower.flower_engine import FlowerEngine
+from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.errors import FedstillError
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.measures.base import Measure, at_clients
+from fedstill.experiment.measures.choose import measures
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.records import Payload, Stage
+from fedstill.work import ClientWork
+
+BUILT_IN = ("local", "epochs", "private_public")
+TRAIN = Stage(2, 0, "train", (0, 1))
+
+
+def test_only_measures_that_clients_take_are_sent_to_them() -> None:
+    chosen = measures(("diversity", *BUILT_IN))
+    assert list(at_clients(chosen, frozenset({2})).named) == list(BUILT_IN)
+    assert at_clients(measures(("diversity",)), frozenset({2})).rounds == frozenset()
+
+
+def test_they_are_due_in_measured_rounds_and_wherever_clients_fit_alone() -> None:
+    due = at_clients(measures(("local",)), frozenset({2})).due
+    assert due(TRAIN)
+    assert due(Stage(1, 0, "fit", (0,)))
+    assert not due(Stage(1, 0, "train", (0,)))
+    assert not ClientMeasures().due(TRAIN)
+
+
+def test_parameters_are_kept_by_epoch_only_where_a_measure_wants_them() -> None:
+    rounds = frozenset({2})
+    assert at_clients(measures(("epochs",)), rounds).each_epoch(TRAIN)
+    assert not at_clients(measures(("local",)), rounds).each_epoch(TRAIN)
+    assert not at_clients(measures(("epochs",)), rounds).each_epoch(Stage(2, 0, "distil", (0,), "public"))
+
+
+class Mistaken(Measure):
+    def at_client(self, seen: AtClient) -> dict[str, Any]:
+        return {"share": seen.no_such_thing}  # type: ignore[attr-defined]
+
+
+def test_a_measures_mistake_is_named_with_its_client() -> None:
+    ready = prepare(settle(toys.toy()), toys.blobs())
+    view, start = ready.sites.view(3, TRAIN), ready.world.initial(3)
+    seen = AtClient(TRAIN, view, start, start, (), ready.sites.common_test, None, ready.sites.inputs, 5)
+    with pytest.raises(FedstillError, match="measure mine failed at client 3: AttributeError"):
+        ClientMeasures({"mine": Mistaken()}, frozenset({2})).take(seen)
+
+
+@dataclass
+class Answers:
+    """A fleet whose client 0 answers with some report."""
+
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
+        return [SiteReply(0, 2, 0, Payload(params={"w": torch.zeros(1)}), 3, self.report)]
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        ({"label_counts": [1, 0, 0, 0, 0], "correct_by_class": []}, "'local' is malformed: correct_by_class has 0"),
+        ({"label_counts": [1, 0, 0, 0, -1], "correct_by_class": [0] * 5}, "label_counts is no list of counts"),
+        ({"label_counts": [1, 0, 0, 0, True], "correct_by_class": [0] * 5}, "label_counts is no list of counts"),
+        ({"correct_by_epoch": [[0] * 5, [0] * 4]}, r"'epochs' is malformed: correct_by_epoch\[1\] has 4"),
+        ({"correct_by_epoch": 3}, "correct_by_epoch is no list"),
+        ({"private": {"counts": [1] * 5}}, "'private_public' is malformed: private is no table"),
+        ({"public": {"counts": [1] * 5, "after": [1.5] * 5}}, "public: after is no list of counts"),
+        ({"label_counts": [1] * 5, "correct_by_class": [1] * 5, "correct_by_epoch": [[1] * 5]}, ""),
+        ({"private": {"counts": [1] * 5, "after": [0] * 5}}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(report: dict[str, Any], why: str) -> None:
+    ready = prepare(settle(toys.toy(measure=BUILT_IN)), toys.blobs())
+    engine = FlowerEngine(ready.engine(), Answers(report), lambda **_: None)  # type: ignore[arg-type,return-value]
+    (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
+    assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure

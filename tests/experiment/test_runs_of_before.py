@@ -1,0 +1,50 @@
+"""Runs that an earlier version began: their config.toml resolves to its own bytes, and they go on to their end.
+
+``begun_before/`` was written by version 0.1.0, before ``experiment/`` had folders: a run of each topology, stopped on
+the way, and resolved configs of every method, partition and model (one JSON object a line).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume
+
+BEFORE = Path(__file__).parent / "begun_before"
+CONFIGS = [json.loads(line) for line in (BEFORE / "configs.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("one", CONFIGS, ids=lambda one: one["name"])
+def test_a_config_resolves_to_its_own_bytes(one: dict[str, str]) -> None:
+    assert settle(from_tree(tomllib.loads(one["config"]), {}, None)).toml == one["config"]
+
+
+@pytest.mark.parametrize("topology", ["parallel", "sequential", "public_logits", "peer_to_peer"])
+def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(BEFORE / topology, folder)
+    config, events = (folder / "config.toml").read_bytes(), read_journal(folder / "journal.jsonl")
+    done = resume(folder, toys.blobs())
+    assert (folder / "config.toml").read_bytes() == config
+    after = read_journal(folder / "journal.jsonl")
+    assert after[: len(events)] == events, "what was journaled stays, times too"
+    assert [e["round"] for e in done.history] == list(range(1, tomllib.loads(config.decode())["rounds"] + 1))
+    assert not [e for e in after if e["event"] == "client" and "refused" in e]
+
+
+def test_a_run_whose_clients_were_stacked_with_other_seeds_goes_on_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(BEFORE / "parallel", folder)
+    text = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text("stacked_seeds = [7, 8]\n" + text)
+    shutil.rmtree(folder / "checkpoints")  # they were made under another configuration
+    assert len(resume(folder, toys.blobs()).history) == 3

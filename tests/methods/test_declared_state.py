@@ -1,0 +1,79 @@
+"""What a method's docstring declares under ``State:`` and ``Memory:`` is what its runs keep, no more and no less."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_every_method import METHODS, experiment
+
+import toys
+from fedstill import docstrings, registry
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.method import run_census, run_round
+
+OTHERWISE: dict[str, list[dict[str, Any]]] = {
+    "fedadkd": [{"method": {"phi_timing": "exact"}}, {"topology": {"kind": "sequential"}}],
+    "fednova": [{"method": {"ccvr": "full"}}],
+    "cwc": [{"method": {"memory": "sliding"}}],
+    **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},
+    **{name: [{"method": {"subset": 10}}] for name in ("dsfl", "fedmd", "hiper_fedkd")},
+}
+"""Settings in which a method keeps groups that it does not keep as it is."""
+
+SHORT = {"epochs": 1, "batch": 50, "lr": 0.01}
+"""What is kept does not depend on how long is trained."""
+
+OF_CHAINS = {"answered"}
+"""Kept by ``run_round``, for every method: how many clients of a chain have replied."""
+
+MODULES = sorted({registry.lookup("method", name).target.__module__ for name in METHODS})
+
+
+def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The names of the groups in the state, and in the clients' memories, that a toy run keeps after any stage."""
+    base = replace(experiment(name), plan=SHORT)
+    both = {key: {**base.table(key), **values} for key, values in changes.items()}
+    ready = prepare(settle(replace(base, **both)), toys.blobs())
+    settings, world, engine = ready.settings, ready.world, ready.engine()
+    state = settings.method.setup(world)
+    in_state, in_memory = set(state.extra), set()
+
+    def watch(*of_stage: Any) -> None:
+        in_state.update(of_stage[-1].extra)
+        for client in range(-1, world.clients):
+            in_memory.update(engine.memory.load(client))
+
+    if "label_counts" in settings.method.requires():
+        state = run_census(state, world, engine, watch, settings.rules)
+    while state.round <= world.rounds:
+        stages = settings.topology(state.round, world)
+        state = run_round(settings.method, state, stages, world, engine, watch, settings.rules)
+    engine.close()
+    return in_state - OF_CHAINS, in_memory
+
+
+def many(names: set[str]) -> set[str]:
+    """Names in which the id of a group that ``payload.many`` made is N."""
+    return {re.sub(r"\.\d+$", ".N", name) for name in names}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
+    in_state: set[str] = set()
+    in_memory: set[str] = set()
+    for name in METHODS:
+        if registry.lookup("method", name).target.__module__ == module:
+            for changes in [{}, *OTHERWISE.get(name, [])]:
+                state, memory = kept(name, changes)
+                in_state, in_memory = in_state | many(state), in_memory | many(memory)
+    blocks = docstrings.blocks(sys.modules[module].__doc__ or "")
+    for label, there in (("State", in_state), ("Memory", in_memory)):
+        (declared,) = blocks.get(label, [""])
+        groups = docstrings.declared_groups(declared)
+        assert set(groups) == there, f"{label}: of {module}"
+        assert groups or re.search(r"\bnothing\b.*\.$", declared), f"{label}: of {module} says nothing"

@@ -1,0 +1,131 @@
+"""Every field of every registered thing has its sentence, and it is read where it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedstill import docstrings, registry
+
+OURS = [
+    (kind, name)
+    for kind in registry.HOMES
+    for name in registry.names(kind)
+    if registry.lookup(kind, name).target.__module__.startswith("fedstill.")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OURS)
+def test_every_field_has_a_sentence(kind: str, name: str) -> None:
+    entry = registry.lookup(kind, name)
+    for field in entry.fields:
+        sentence = entry.sentences.get(field, "")
+        assert sentence.endswith("."), f"{kind} {name}: {field}"
+        assert sentence[0].isupper() or not sentence[0].isalpha(), f"{kind} {name}: {field}"
+        assert "``" not in sentence
+
+
+@dataclass
+class Base:
+    """A first line.
+
+    Another paragraph.
+    """
+
+    kept: int = 0
+    """Of the base."""
+    changed: int = 1
+    """Of the base,
+    in two lines."""
+    bare: int = 2
+
+    def method(self) -> None:
+        """No field."""
+
+
+@dataclass
+class Derived(Base):
+    changed: int = 5
+    own: float = 0.5
+    """Its own."""
+
+
+@dataclass
+class Reworded(Derived):
+    changed: int = 7
+    """Of the class itself."""
+
+
+def test_a_class_has_its_own_sentences_and_those_of_its_bases() -> None:
+    assert docstrings.sentences(Base) == {"kept": "Of the base.", "changed": "Of the base, in two lines."}
+    assert docstrings.sentences(Derived) == {**docstrings.sentences(Base), "own": "Its own."}
+    assert docstrings.sentences(Reworded)["changed"] == "Of the class itself."
+
+
+def test_a_function_has_the_sentences_of_its_parameters() -> None:
+    def split(labels: object, alpha: float, seed: int, bare: int = 0) -> None:
+        """Share them.
+
+        Every example is used. Note: this is no parameter.
+
+        labels: Class ids (n,).
+        alpha: How even, over
+            two lines: small is skewed.
+        seed: What it is drawn from.
+
+        Source: a paper.
+        """
+
+    assert docstrings.sentences(split) == {
+        "labels": "Class ids (n,).",
+        "alpha": "How even, over two lines: small is skewed.",
+        "seed": "What it is drawn from.",
+    }
+
+
+def test_a_plain_class_has_those_of_its_constructor() -> None:
+    class Network:
+        """A network.
+
+        width: Units of the hidden layer.
+        """
+
+        def __init__(self, input_shape: object, classes: int, width: int = 8, depth: int = 1) -> None:
+            """depth: How many there are."""
+
+    assert docstrings.sentences(Network) == {"width": "Units of the hidden layer.", "depth": "How many there are."}
+
+
+def test_a_users_file_is_read_and_a_class_without_source_has_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fedstill.methods.fedavg import FedAvg\n\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine(FedAvg):\n"
+        "    beta: float = 1.0\n"
+        '    """Weight of mine."""\n'
+    )
+    entry = registry.lookup("method", "mine.py:Mine", tmp_path)
+    assert entry.sentences["beta"] == "Weight of mine."
+    assert entry.sentences["aggregation"] == registry.lookup("method", "fedavg").sentences["aggregation"]
+    assert docstrings.sentences(type("Bare", (), {})) == {}
+
+
+def test_blocks_end_at_an_empty_line_or_the_next_label() -> None:
+    text = """A method: not a label.
+
+    Source: a paper,
+    and another: see there.
+    State: the global parameters; h = a sum,
+    zeros at first; model.N = a model.
+    Memory: nothing.
+
+    Nothing of this belongs to it.
+    """
+    read = docstrings.blocks(text)
+    assert read["Source"] == ["a paper, and another: see there."]
+    assert read["Memory"] == ["nothing."]
+    assert docstrings.declared_groups(read["State"][0]) == {"h": "a sum, zeros at first", "model.N": "a model"}
+    assert docstrings.declared_groups(read["Memory"][0]) == {}
