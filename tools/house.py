@@ -152,7 +152,7 @@ def _docstring(node: Definition) -> set[int]:
 def _called(tree: ast.Module, name: str) -> Iterator[int]:
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=own, ctx=ast.Store()) | ast.arg(arg=own) if own == name:
+            case ast.Name(id=own, ctx=ast.Store()) | ast.arg(arg=own) | ast.alias(asname=own) if own == name:
                 yield node.lineno
 
 

@@ -47,7 +47,7 @@ def test_names_that_occur_twice_count_if_they_are_public(tmp_path: Path) -> None
 
 
 def test_a_variable_called_found_is_seen_wherever_it_is_bound(tmp_path: Path) -> None:
-    text = "found = 1\nprint(found)\nif found := 2: ...\ndef f(found): ...\nfor found in (): ...\n"
+    text = "found = 1\nprint(found)\nif found := 2: ...\ndef f(found): ...\nimport os as found\n"
     assert House(package(tmp_path, one=text)).found() == {"pkg/one.py": [1, 3, 4, 5]}
 
 
