@@ -42,7 +42,7 @@ def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Paylo
     return both
 
 
-def reported(work: ClientWork, given: object) -> Mapping[str, Any]:
+def report_of(work: ClientWork, given: object) -> Mapping[str, Any]:
     """What ``report`` gave; raises BadReturn for anything but a dict."""
     if not isinstance(given, Mapping):
         raise bad_return(work.report, f"gives {of_kind(given)}, not a dict of numbers and words by name")

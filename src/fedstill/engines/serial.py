@@ -17,7 +17,7 @@ from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
-from fedstill.engines.returned import carry_of, reported, sent_and_remembered
+from fedstill.engines.returned import carry_of, report_of, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
 from fedstill.errors import ClientFailed, CorruptFile
 from fedstill.files import digest
@@ -170,7 +170,7 @@ class SerialEngine:
         seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
         up = self.privacy.protect(up, seed)
         self.memory.hold(view.client, memory)
-        metrics |= reported(work, work.report(params, carry, view, self.world))
+        metrics |= report_of(work, work.report(params, carry, view, self.world))
         metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
