@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.errors import FedstillError, on_one_line
+from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
@@ -20,6 +20,7 @@ from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
+from fedstill.origin import reason
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
@@ -224,7 +225,7 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
         raise
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
-        raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
