@@ -109,7 +109,7 @@ def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
     with pytest.raises(ConfigError, match="no units for bfloat16"):
         settle(Experiment(precision="bf16"))
-    assert settle(Experiment())["precision"] == "fp32"
+    assert settle(Experiment()).precision == "fp32"
 
 
 def test_products_are_rounded_where_that_was_asked_for() -> None:
