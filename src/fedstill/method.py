@@ -41,6 +41,7 @@ class Method:
     >>> from fedstill.experiment.config.settle import settle
     >>> from fedstill.experiment.preparing.prepared import prepare
     >>> from fedstill.losses import proximal
+    >>> from fedstill.watch import Unwatched
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1
@@ -63,7 +64,7 @@ class Method:
     >>> state = near.setup(world)
     >>> while state.round <= 3:
     ...     stages = topology(state.round, world)
-    ...     state = run_round(near, state, stages, world, engine, lambda *_: None, Rules())
+    ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
     ...     logits = near.predictors(state, world)["global"](torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1))
     ...     print(f"{state.extra['seen']} examples, accuracy {(logits.argmax(1) == light).double().mean():.2f}")
     256 examples, accuracy 0.50
