@@ -33,11 +33,11 @@ def query(
     from fedstill.report import answer, terminal
 
     asked = numbered(run, classes)
-    found = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
+    answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
     screen = terminal.console()
-    for line in answer.answer_tables(found):
+    for line in answer.answer_tables(answered):
         screen.print(line)
-    path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, found.query))}.safetensors")
-    save_model(path, found.model, found.params)
+    path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, answered.query))}.safetensors")
+    save_model(path, answered.model, answered.params)
     screen.print(f"\nthe student's model: {path}")
     return 0

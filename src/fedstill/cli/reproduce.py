@@ -53,14 +53,14 @@ def reproduce(
         rows = [(name, recipes.load_recipe(name).paper) for name in recipes.recipe_names()]
         screen.print(terminal.table(["recipe", "what it is"], rows, words=2))
         return 0
-    found = recipes.load_recipe(recipe)
+    paper_table = recipes.load_recipe(recipe)
     changes = parse_overrides(set_)
     changes |= {"rounds": rounds} if rounds is not None else {}
     changes |= {"data.name": data} if data else {}
-    folder = out or found.folder(changes)
-    chosen = found.cells(cells)
-    runs = found.variants(chosen, range(1, seeds + 1), changes, folder)
+    folder = out or paper_table.folder(changes)
+    chosen = paper_table.cells(cells)
+    runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
-    for line in reproduced.paper_tables(found, chosen, runs, changes, screen.width):
+    for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)
     return code

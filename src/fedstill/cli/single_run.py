@@ -104,9 +104,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     if split:
         prepared = prepare(settings)
         screen.print()
-        found = explained.arithmetic(prepared)
-        screen.print(terminal.table(["what", "how much"], found.lines()))
-        _explain_measures(explained.costs(prepared, found))
+        one_round = explained.arithmetic(prepared)
+        screen.print(terminal.table(["what", "how much"], one_round.lines()))
+        _explain_measures(explained.costs(prepared, one_round))
         screen.print()
         networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
         screen.print(terminal.table(["network", "parameters", "has"], networks))

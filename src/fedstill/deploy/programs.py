@@ -50,10 +50,10 @@ def environment(home: Path) -> dict[str, str]:
 def program(name: str) -> str:
     """The path of one of Flower's programs; raises ConfigError if it is not installed beside this Python."""
     require_flower()
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if path is None:
         raise ConfigError(f"there is no program {name}: pip install 'fedstill[flower]'")
-    return found
+    return path
 
 
 def superlink(federation: Federation, insecure: bool) -> list[str]:

@@ -101,16 +101,16 @@ class Cost:
         return self.name, self.about, f"{self.rounds}", f"{self.images:,}", f"{100 * self.share:.0f} %"
 
 
-def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
+def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
     settings, test = prepared.settings, prepared.sites.common_test
     rounds = len(measured_rounds(settings.rounds, settings.measure_every))
     out = []
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds
-        looks = 1 + found.trained // max(1, found.examples) if measure.each_epoch else 1
-        images = looks * measure.images(len(test) if test else 0, found.clients, found.examples)
-        share = times * images / max(1, 3 * found.trained * found.rounds)
+        looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
+        images = looks * measure.images(len(test) if test else 0, one_round.clients, one_round.examples)
+        share = times * images / max(1, 3 * one_round.trained * one_round.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
     return out
 

@@ -53,13 +53,13 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
 
 def _last(group: Group, key: str) -> dict[str, float]:
     """A mapping of the last round by client, mean over the runs that have it."""
-    found = [r.rounds[-1].get(key) for r in group.started]
-    return _means([f for f in found if isinstance(f, Mapping)])
+    by_run = [r.rounds[-1].get(key) for r in group.started]
+    return _means([f for f in by_run if isinstance(f, Mapping)])
 
 
-def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    ids = dict.fromkeys(k for f in found for k in f)
-    means = {k: spread([float(f[k]) for f in found if k in f]) for k in ids}
+def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    ids = dict.fromkeys(k for f in mappings for k in f)
+    means = {k: spread([float(f[k]) for f in mappings if k in f]) for k in ids}
     return {k: m.mean for k, m in means.items() if m}
 
 
@@ -69,8 +69,8 @@ def _ids(groups: Sequence[Group]) -> list[str]:
 
 
 def _network(groups: Sequence[Group], client: str) -> str:
-    found = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
-    return ", ".join(found)
+    networks = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
+    return ", ".join(networks)
 
 
 def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -> str:
@@ -95,12 +95,12 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
             "type": "bar",
             "name": named(g),
             "x": [f"client {c}" for c in ids],
-            "y": [rounded(found[c]) if c in found else None for c in ids],
+            "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
             "marker": {"color": style.colour(g)},
             "hovertemplate": "%{x}: %{y:.2%}",
         }
         for g in groups
-        if (found := _last(g, f"{kind}_by_client"))
+        if (accuracies := _last(g, f"{kind}_by_client"))
     ]
     return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category"})}
 

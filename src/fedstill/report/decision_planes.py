@@ -18,8 +18,8 @@ PLANE_HEIGHT = 400
 
 def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
     """For each group the planes of its first seed that has any; None if nobody looked."""
-    found = [seen for g in groups if (seen := _of_last_round(g))]
-    if not found:
+    shown = [seen for g in groups if (seen := _of_last_round(g))]
+    if not shown:
         return None
     says = (
         "Each point is a test image of a class that the client asked for (ringed) or has, at its place on the two "
@@ -27,7 +27,7 @@ def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
         "place. Below: accuracy by class on the whole test set."
     )
     parts = []
-    for seen in found:
+    for seen in shown:
         parts += [labelled(seen[0].group, style), grid([_stage(look) for look in seen], "small")]
     return section("Where the lines between classes run", sentence(says), *parts, name="boundaries")
 

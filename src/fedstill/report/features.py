@@ -28,8 +28,8 @@ BANDWIDTH = 8.0
 
 def tsne(groups: Sequence[Group], style: Style) -> Html | None:
     """Test features under the global and local models on one plane; None if nobody looked."""
-    found = last_looks(groups, "tsne")
-    if not found:
+    looks = last_looks(groups, "tsne")
+    if not looks:
         return None
     says = (
         "Every point is a test image as one of the models sees it: images lie near each other if their features are "
@@ -44,7 +44,7 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
             labelled(look.group, style, look.place),
             "tsne",
         )
-        for look in found
+        for look in looks
     ]
     parts = [choice("tsne", "Colour by", ["class", "model"]), grid(figures)]
     return section("How models see the test images", sentence(says), *parts, name="tsne")
@@ -52,8 +52,8 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
 
 def sphere(groups: Sequence[Group], style: Style) -> Html | None:
     """Where the classes lie on the circle, model by model; None if nobody looked."""
-    found = last_looks(groups, "sphere")
-    if not found:
+    looks = last_looks(groups, "sphere")
+    if not looks:
         return None
     says = (
         "Features of this network are points on a circle. Each bump is a class: its place is the direction in which "
@@ -61,24 +61,24 @@ def sphere(groups: Sequence[Group], style: Style) -> Html | None:
         "move has lost those classes."
     )
     figures = [
-        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in found
+        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
     ]
-    return section("Classes on the circle", sentence(says), _class_key(found[0].group), *figures, name="sphere")
+    return section("Classes on the circle", sentence(says), _class_key(looks[0].group), *figures, name="sphere")
 
 
 def units(groups: Sequence[Group], style: Style) -> Html | None:
     """Which class each unit of the last hidden layer stands for, model by model; None if nobody looked."""
-    found = last_looks(groups, "units")
-    if not found:
+    looks = last_looks(groups, "units")
+    if not looks:
         return None
     says = (
         "Each column is a unit of the last hidden layer, coloured by the class at which it is most active; columns are "
         "sorted by the model that clients received (top row). A row that keeps its colours kept its knowledge."
     )
     figures = [
-        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in found
+        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
     ]
-    return section("What units stand for", sentence(says), _class_key(found[0].group), grid(figures), name="units")
+    return section("What units stand for", sentence(says), _class_key(looks[0].group), grid(figures), name="units")
 
 
 def class_colour(number: int) -> str:

@@ -88,15 +88,20 @@ def _drawn(
 ) -> Figure:
     data: list[dict[str, Any]] = []
     for i, (label, points) in enumerate(series.items()):
-        found = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
+        values_at = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": plain(label),
-                "x": [x for x, _ in found],
-                "y": [rounded(s.mean) for _, s in found],
-                "error_y": {"type": "data", "array": [rounded(s.std) for _, s in found], "thickness": 1.2, "width": 3},
+                "x": [x for x, _ in values_at],
+                "y": [rounded(s.mean) for _, s in values_at],
+                "error_y": {
+                    "type": "data",
+                    "array": [rounded(s.std) for _, s in values_at],
+                    "thickness": 1.2,
+                    "width": 3,
+                },
                 "hovertemplate": "%{y:.2%}",
                 "line": {"color": COLOURS[i % len(COLOURS)], "width": 2},
                 "marker": {"size": 7},

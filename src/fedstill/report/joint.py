@@ -69,13 +69,18 @@ def _kept(look: Look) -> Kept | None:
     if not name or not path.is_file():
         return None
     try:
-        found = safetensors.torch.load(path.read_bytes())
+        features = safetensors.torch.load(path.read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    shapes = {tuple(v.shape) for v in found.values()}
-    if RECEIVED not in found or len(shapes) != 1 or found[RECEIVED].dim() != 2 or len(found[RECEIVED]) != len(labels):
+    shapes = {tuple(v.shape) for v in features.values()}
+    if (
+        RECEIVED not in features
+        or len(shapes) != 1
+        or features[RECEIVED].dim() != 2
+        or len(features[RECEIVED]) != len(labels)
+    ):
         raise CorruptFile(f"{path} is damaged: it must hold features of {len(labels)} images for each model")
-    return Kept(look, found, torch.tensor(labels))
+    return Kept(look, features, torch.tensor(labels))
 
 
 def _families(kept: Sequence[Kept]) -> list[list[Kept]]:

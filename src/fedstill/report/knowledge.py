@@ -54,8 +54,8 @@ def _bars(groups: Sequence[Group], style: Style, form: str) -> Figure:
     data = []
     for measure, name, strength in BARS:
         wanted = measure if measure == "accuracy" else measure + form
-        found = [(g, _at_last(g, wanted), _at_last(g, f"{wanted}_std")) for g in groups]
-        there = [(g, v, s) for g, v, s in found if v is not None]
+        by_group = [(g, _at_last(g, wanted), _at_last(g, f"{wanted}_std")) for g in groups]
+        there = [(g, v, s) for g, v, s in by_group if v is not None]
         spreads = [rounded(s or 0.0) for _, _, s in there]
         data.append(
             {

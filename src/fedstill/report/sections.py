@@ -33,12 +33,12 @@ MOST_REASONS = 12
 
 def results_section(groups: Sequence[Group], style: Style) -> Html:
     """The table of measures."""
-    found = rows(groups)
-    shown = columns(found)
+    lines = rows(groups)
+    shown = columns(lines)
     head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
     body = [
         [labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
-        for g, r in zip(groups, found, strict=True)
+        for g, r in zip(groups, lines, strict=True)
     ]
     says = (
         "One line for each group of runs that differ in their seed only: the mean ± one standard deviation over seeds."
@@ -105,17 +105,21 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
 
 def split_section(groups: Sequence[Group]) -> Html | None:
     """How the data are dealt out; None if no run has started."""
-    found = heatmaps.splits(groups)
-    if not found:
+    every_split = heatmaps.splits(groups)
+    if not every_split:
         return None
     says = (
         "How many training examples of each class each client holds: it trains on its own column only. Blank is none. "
         "Its in-local distribution p is its column divided by its sum, its out-local one (1 - p) / (C - 1)."
     )
-    shown = [(s, kind) for s in found for kind in (heatmaps.KINDS if heatmaps.small(found) else heatmaps.KINDS[:1])]
+    shown = [
+        (s, kind)
+        for s in every_split
+        for kind in (heatmaps.KINDS if heatmaps.small(every_split) else heatmaps.KINDS[:1])
+    ]
     parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
-    if len(found) == 1:
-        parts.append(sentence(f"The same split in all runs: {found[0].name}."))
+    if len(every_split) == 1:
+        parts.append(sentence(f"The same split in all runs: {every_split[0].name}."))
     figures = figure([heatmaps.class_by_client(s, kind) for s, kind in shown], says, name="split")
     return section("How the data are split", sentence(says), *parts, figures, name="split")
 

@@ -57,12 +57,12 @@ def _goals(groups: Sequence[Group]) -> list[float]:
 
 
 def _seconds(group: Group, goal: float) -> str:
-    found = [s for r in group.started if (s := seconds_to(r, goal)) is not None]
-    value = spread(found)
+    times = [s for r in group.started if (s := seconds_to(r, goal)) is not None]
+    value = spread(times)
     if value is None:
         return NONE
     text = f"{value.mean:.3g}" + (f" ± {value.std:.2g}" if value.runs > 1 else "")
-    return text if len(found) == len(group.started) else f"{text} ({len(found)} of {len(group.started)})"
+    return text if len(times) == len(group.started) else f"{text} ({len(times)} of {len(group.started)})"
 
 
 def _teachers(group: Group) -> str:

@@ -68,9 +68,9 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        found = self._evaluate(predictors)
-        self._before = found["class_accuracy"]
-        return found
+        accuracies = self._evaluate(predictors)
+        self._before = accuracies["class_accuracy"]
+        return accuracies
 
     def stage(
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
@@ -115,11 +115,11 @@ class Measuring:
             if measure.only_last and not seen.ends_run:
                 continue
             began = time.perf_counter()
-            found = _looked(name, measure, seen, room)
+            fields = _looked(name, measure, seen, room)
             seconds = time.perf_counter() - began
             self._count(name, seconds)
-            if found is not None:
-                yield {"event": "measure", "measure": name, **where, **found, "seconds": seconds}
+            if fields is not None:
+                yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
 
     def round(
         self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
@@ -215,15 +215,15 @@ class Measuring:
         test, totals = self.prepared.sites.common_test, self._totals()
         if test is None or not predictors:
             return {"accuracy": None, "class_accuracy": [None] * len(totals)}
-        found = {}
+        by_model = {}
         for name, predict in predictors.items():
             right = correct_by_class(predict, test, self.prepared.sites.inputs, len(totals))
             by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
-            found[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
-        first, *others = found
+            by_model[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
+        first, *others = by_model
         if first.startswith("client "):
-            return {"accuracy": None, "class_accuracy": [None] * len(totals), "others": found}
-        return {**found[first], **({"others": {n: found[n] for n in others}} if others else {})}
+            return {"accuracy": None, "class_accuracy": [None] * len(totals), "others": by_model}
+        return {**by_model[first], **({"others": {n: by_model[n] for n in others}} if others else {})}
 
     def _totals(self) -> list[int]:
         test = self.prepared.sites.common_test
