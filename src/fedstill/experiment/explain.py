@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill import registry
+from fedstill import docstrings, registry
+from fedstill.experiment.config.named import NAMED
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
-from fedstill.records import SERVER, Payload, Stage
+from fedstill.records import SERVER, Payload, Plan, Stage
+from fedstill.wire.privacy import Privacy
+
+TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
+"""Tables of a config that are records; the other tables name a registered thing."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,20 @@ def _engine(prepared: Prepared) -> str:
 def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
     """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
     return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
+
+
+def about_key(settings: Settings, key: str) -> str:
+    """What a dotted key is, as the code says it below the field; empty where nothing is said of it."""
+    table, _, field = key.partition(".")
+    if table == "plan":
+        return docstrings.sentences(Plan).get(field.partition(".")[2], "")
+    if table in NAMED:
+        if key == "topology.clients":  # no topology's own: a partition needs it too
+            return "Clients in all."
+        entry: registry.Entry = getattr(settings.named, table).entry
+        return entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+    record = TABLES.get(table, TopKeys)
+    return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
 
 def human(count: float) -> str:
