@@ -20,7 +20,7 @@ def query(
 
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
-        client: Who asks.
+        client: The client that asks.
         classes: What it asks for, by number or name, e.g. 7,9.
         teachers: Model files that may teach too, beside the run's clients.
         out: The file for the student's model. Unset, one in the working directory.

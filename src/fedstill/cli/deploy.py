@@ -34,7 +34,7 @@ def init_command(
 
     made = folder.init(directory, clients, host, listen, port, VERSION)
     name = str(directory)
-    print(f"{name}: the federation of {clients} clients. Keep {name}/ca.key off every other machine. Then:")
+    print(f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other machine. Then:")
     print(f"  fedstill deploy server {name}")
     for client in range(clients):
         print(f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its site")
@@ -65,7 +65,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Make the server's certificate anew, before or after it expires; start the server again, clients need nothing.
+    """Renew the server's certificate, before or after it expires; then start the server again. Clients need nothing.
 
     Args:
         directory: The federation's folder, with its ca.key.

@@ -18,12 +18,12 @@ from fedstill.report.series import Series, of_runs
 ABOUT_HOPS = (
     "A hop is one client's training: its model goes to the next client. Only hops of measured rounds are drawn."
 )
-MAP = "Each column is a hop, each row a class, the colour the accuracy of the model after that client (first seed)."
-ALIKE = "Cosine of the class accuracies of successive models: 1 means good at the same classes as the one before."
+MAP = "Each column is a hop, each row a class. The colour is the accuracy of the model after that client (first seed)."
+ALIKE = "Cosine of the class accuracies of two successive models. 1: both are good at the same classes."
 LOST = "How far the classes are below the best accuracy after any earlier client, on average. Lower is better."
 ABOUT_DRIFT = (
-    "Accuracy on a client's own training data of the model it left (solid) and of the next client's (dotted). The gap "
-    "is what one client's training undoes of the last one's."
+    "Accuracy on a client's training data: of the model after this client (solid), and of the model after"
+    " the next client (dotted). The gap is what the next client's training made the model forget."
 )
 
 
@@ -82,7 +82,7 @@ def chain(groups: Sequence[Group], style: Style) -> Html | None:
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
     names = key([g for g, _ in measured], style)
     parts = [sentence(ABOUT_HOPS), names, grid(figures, "small"), sentence(MAP), scale, grid(maps, "small")]
-    return section("Along the chain", *parts, name="chain")
+    return section("Along the chain of clients", *parts, name="chain")
 
 
 def read_hops(group: Group) -> list[Hops]:

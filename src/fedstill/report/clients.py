@@ -29,10 +29,13 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     if any(g.values("accuracy") for g in some):
         bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
     says = (
-        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data; public: on the "
-        "images that all see. The mean over seeds where there are several."
+        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data. "
+        "Public: accuracy on the public images. Values are means over seeds."
     )
-    saw = "Of each client: before and after it learns from the others in each round. A tooth up is what it learned."
+    saw = (
+        "Two values of each client in each round: before and after it learns from the others. A step up is "
+        "what it learned."
+    )
     courses = [
         figure([_course(g, kind)], saw, f"{g.label}: {kind} accuracy by round")
         for g in some
@@ -138,7 +141,7 @@ def _course(group: Group, kind: str) -> Figure:
         line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
         name = plain(f"client {client}, {_network([group], client)}")
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line})
-    axis = {"title": {"text": "round; half-way: before learning from the others"}, "rangemode": "tozero"}
+    axis = {"title": {"text": "round (half-way: before learning from the others)"}, "rangemode": "tozero"}
     return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT)}
 
 
@@ -157,7 +160,6 @@ def _sent(groups: Sequence[Group]) -> str:
     if not told:
         return ""
     return (
-        "Sent in all, beside what the same clients' weights would have cost, once down and once up a round: "
-        + "; ".join(told)
-        + "."
+        "Sent in the whole run and, in brackets, what the weights of the same clients would take, sent down and up "
+        "once a round: " + "; ".join(told) + "."
     )

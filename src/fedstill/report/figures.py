@@ -137,7 +137,7 @@ def plain(name: str) -> str:
 def _dotted(group: Group, style: Style) -> dict[str, Any]:
     return {
         "mode": "lines",
-        "name": f"{named(group)}, model received",
+        "name": f"{named(group)}, received model",
         "showlegend": False,
         "line": {"color": style.colour(group), "width": 1.5, "dash": "dot"},
     }

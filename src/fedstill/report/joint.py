@@ -26,9 +26,10 @@ POINTS = 3000
 """So many points are embedded at most: the time grows faster than their number."""
 
 ABOUT_JOINT = (
-    "One t-SNE of the test images' features under the model that all these runs received and under the local models of "
-    "each. By run: where a run's points lie on those of the model received, training kept its features; where they "
-    "stand apart, it made others. By class: whether classes stay together."
+    "One t-SNE of the test images' features: of the model that all these runs received, and of the local "
+    "models of each run. By run: where a run's points lie on those of the received model, training kept "
+    "its features; where they lie apart, training changed them. By class: whether the images of a class "
+    "stay together."
 )
 
 
@@ -53,7 +54,7 @@ def joint(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     figures = [figure(_figures(family, style), ABOUT_JOINT, _title(family), "joint") for family in families]
     parts = [choice("joint", "Colour by", ["run", "class"]), *figures]
-    return section("One model, trained on in several ways", sentence(ABOUT_JOINT), *parts, name="joint")
+    return section("Runs that started from one model", sentence(ABOUT_JOINT), *parts, name="joint")
 
 
 def _title(family: Sequence[Kept]) -> Html:

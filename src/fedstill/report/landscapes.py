@@ -21,8 +21,9 @@ def landscape(groups: Sequence[Group], style: Style) -> Html | None:
     if not looks:
         return None
     says = (
-        "Test loss when the weights are moved away from the model (the cross in the middle) along two directions. "
-        "Wide even valleys mean that small changes, such as the next round's mean, cost little. All share one scale."
+        "Test loss when the weights are moved along two directions, away from the model (the cross in the "
+        "middle). In a wide flat valley small changes of the weights, such as the mean of the next round, "
+        "cost little. All figures have the same scale."
     )
     ranges = {plane: _range(looks, plane) for plane in PLANES.values()}
     figures = [
@@ -36,7 +37,8 @@ def landscape(groups: Sequence[Group], style: Style) -> Html | None:
         for name in _models(look)
     ]
     noise = (
-        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model; dotted: a local one."
+        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model. Dotted: a "
+        "local model."
     )
     parts = [choice("plane", "Along", list(PLANES)), grid(figures, "small")]
     curves = grid([figure([_noise(looks, style)], noise, "Loss under noise")])

@@ -41,12 +41,12 @@ def epochs(groups: Sequence[Group], style: Style) -> Html | None:
             figures.append(figure([_drawn(visits, style, name, side)], says, where))
     rounds = ", ".join(map(str, sorted({v.round for v in visits})))
     says = (
-        f"The clients of round {rounds} while they train: epoch 0 is the model they received. Means over clients, and "
-        "over seeds; bars are one standard deviation over clients. A curve that falls on the right is forgetting as it "
-        "happens."
+        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. Means over clients "
+        "and seeds; bars are one standard deviation over clients. A line that falls shows forgetting during local "
+        "training."
     )
     parts = [sentence(says), key([v.group for v in visits], style), grid(figures)]
-    return section("Within local training", *parts, name="epochs")
+    return section("During local training", *parts, name="epochs")
 
 
 def _visit(group: Group) -> Visit | None:

@@ -42,7 +42,10 @@ def paper_tables(
     yield Text(recipe.paper, style="bold")
     if changes:
         said = ", ".join(f"{k} = {v}" for k, v in changes.items())
-        yield Text(f"REDUCED OR CHANGED against the paper: {said}. Levels cannot be compared, differences perhaps.")
+        yield Text(
+            f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared with the paper's; "
+            "differences between rows may be."
+        )
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows, summaries = [r for r, c in cells if c == column], _found(runs)

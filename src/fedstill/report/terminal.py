@@ -119,7 +119,9 @@ def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: 
     text = Text(
         f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ", no_wrap=True, overflow="ellipsis"
     )
-    text.append(f"a mark is {'a class' if grouped == 1 else f'{grouped} classes'}, a full one {top:,} examples\n")
+    text.append(
+        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is {top:,} examples\n"
+    )
     for client, row in enumerate(rows[:most]):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
         text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
