@@ -76,26 +76,38 @@ class Stage:
 class Plan:
     """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
 
-    ``epochs`` passes over the data, or, if ``steps`` is above 0, that many batches; 0 epochs and 0 steps train nothing.
-    ``lr`` is multiplied by ``lr_decay`` after every round. ``clip_norm`` 0 means no clipping. ``norm`` "frozen" keeps
-    normalisation layers in evaluation mode. ``validation`` is the share held out of a client's own data for ``score``;
-    ``patience`` (epochs without improvement, 0 = never stop) and ``keep`` need it.
+    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation mode. The examples
+    of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need them.
     """
 
     epochs: CountOrZero = 5
+    """Passes over the client's data."""
     steps: CountOrZero = 0
+    """How many batches a visit has; 0: as many as the epochs need."""
     batch: Count = 50
+    """Examples in a batch."""
     shuffle: bool = True
+    """Whether the order of the examples is drawn again in every epoch."""
     optimiser: Literal["sgd", "adam"] = "sgd"
+    """Which optimiser takes the steps."""
     lr: Positive = 0.01
+    """Learning rate of the first round."""
     lr_decay: PositiveShare = 1.0
+    """What the learning rate is multiplied by after every round."""
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Momentum of SGD."""
     weight_decay: NonNegative = 0.0
+    """Weight of the L2 penalty on the parameters."""
     clip_norm: NonNegative = 0.0
+    """The largest norm of a gradient; larger ones are scaled down; 0: none are."""
     norm: Literal["batch", "frozen"] = "batch"
+    """Whether normalisation layers use the statistics of the batch, or stay as they were received."""
     validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """The share of the client's data that is held out to score models in training."""
     patience: CountOrZero = 0
+    """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
+    """Which model a visit ends with: that of the last epoch, or of the best score."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

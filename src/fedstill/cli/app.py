@@ -27,13 +27,15 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     return tuple(one(part.strip()) for token in tokens for part in token.value.split(",") if part.strip())
 
 
-Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
+Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="", show_default=False)]
 Seeds = Annotated[tuple[int, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
-Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)]
+Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-Settings = Annotated[tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False)]
-Debug = Annotated[bool, Parameter(negative="")]
-Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")]
+Settings = Annotated[
+    tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False, show_default=False)
+]
+Debug = Annotated[bool, Parameter(negative="", show_default=False)]
+Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", show_default=False)]
 
 
 @contextmanager

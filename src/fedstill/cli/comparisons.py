@@ -31,18 +31,17 @@ def compare_command(
 
     The same command goes on where it was stopped; finished runs are left alone.
 
-    Parameters
-    ----------
-    config: What all runs have in common, a TOML file. Unset, the defaults.
-    methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
-    seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
-    grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
-    out: The directory of all runs and the report. Unset, one is made under runs/.
-    jobs: How many runs at once. Unset, one a core, as far as memory goes.
-    set_: A value over the file's, as key=value. May be repeated.
-    tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
-    debug: End a run with the first client that fails, and print the traceback of whatever fails.
-    quiet: No progress bar.
+    Args:
+        config: What all runs have in common, a TOML file. Unset, the defaults.
+        methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
+        seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
+        grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
+        out: The directory of all runs and the report. Unset, one is made under runs/.
+        jobs: How many runs at once. Unset, one a core, as far as memory goes.
+        set_: A value over the file's, as key=value. May be repeated.
+        tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+        debug: End a run with the first client that fails, and print the traceback of whatever fails.
+        quiet: No progress bar.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
     from fedstill.experiment.config.experiment import load
@@ -58,12 +57,11 @@ def compare_command(
 def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
     """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show who forgets.
 
-    Parameters
-    ----------
-    seeds: Seeds of the runs.
-    out: The directory of all runs and the report. Unset, one is made under runs/.
-    jobs: How many runs at once. Unset, one a core, as far as memory goes.
-    quiet: No progress bar.
+    Args:
+        seeds: Seeds of the runs.
+        out: The directory of all runs and the report. Unset, one is made under runs/.
+        jobs: How many runs at once. Unset, one a core, as far as memory goes.
+        quiet: No progress bar.
     """
     from importlib import resources
 
@@ -81,11 +79,10 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
 def report(*directories: Path, out: Path | None = None, tensorboard: Path | None = None) -> int:
     """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
 
-    Parameters
-    ----------
-    directories: Directories of runs, or with runs below them.
-    out: The page. Unset, report.html in the first directory.
-    tensorboard: Also write TensorBoard scalars to this directory.
+    Args:
+        directories: Directories of runs, or with runs below them.
+        out: The page. Unset, report.html in the first directory.
+        tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.errors import ConfigError
     from fedstill.report.page import write_page

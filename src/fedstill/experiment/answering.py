@@ -198,5 +198,5 @@ def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[fl
     if test is None:
         return [float("nan")] * classes
     right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
-    found: list[float] = class_accuracy(right, torch.bincount(test.labels.cpu(), minlength=classes)).tolist()
-    return found
+    accuracies: list[float] = class_accuracy(right, torch.bincount(test.labels.cpu(), minlength=classes)).tolist()
+    return accuracies

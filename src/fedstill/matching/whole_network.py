@@ -42,9 +42,9 @@ def match_chains(
     names = plain_chain(module(spec)) or []
     nets = [layers_of(names, params) for params in models]
     convolved = any(models[0][f"{name}.weight"].dim() == 4 for name in names)
-    found = (_from_below if convolved else _from_above)(nets, shares, setting, draw)
+    matched = (_from_below if convolved else _from_above)(nets, shares, setting, draw)
     params: dict[str, Tensor] = {}
-    for name, layer in zip(names, found, strict=True):
+    for name, layer in zip(names, matched, strict=True):
         params |= as_tensors(name, layer, models[0])
     return params
 
@@ -103,14 +103,16 @@ def _from_below(
     """With convolutions. A unit is what comes into it and its bias; the head is the mean by class share."""
     width = nets[0][0].weight.shape[1]
     places: Sequence[Places] = [np.arange(width) for _ in nets]
-    found = []
+    widened_layers = []
     for c in range(len(nets[0]) - 1):
         layers = [Layer(inputs_onto(n[c].weight, at, width), n[c].bias) for n, at in zip(nets, places, strict=True)]
         matched = match_inputs(layers, setting, draw)
-        found.append(Layer(matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:]), matched.units[:, -1]))
+        widened_layers.append(
+            Layer(matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:]), matched.units[:, -1])
+        )
         places, width = matched.places, len(matched.units)
     heads = [Layer(inputs_onto(n[-1].weight, at, width), n[-1].bias) for n, at in zip(nets, places, strict=True)]
-    return [*found, mean_by_share(heads, shares)]
+    return [*widened_layers, mean_by_share(heads, shares)]
 
 
 def match_inputs(layers: Sequence[Layer], setting: MatchingSettings, draw: np.random.Generator) -> Matched:
@@ -149,12 +151,12 @@ def class_shares(counts: Tensor) -> Array:
 
 def layers_of(names: Sequence[str], params: Tensors) -> list[Layer]:
     """The layers of a chain, from first to head."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for name in names:
         weight = params[f"{name}.weight"].double().numpy()
-        inputs = weight.shape[1] if weight.ndim == 4 or not found else len(found[-1].bias)
-        found.append(Layer(weight.reshape(len(weight), inputs, -1), params[f"{name}.bias"].double().numpy()))
-    return found
+        inputs = weight.shape[1] if weight.ndim == 4 or not layers else len(layers[-1].bias)
+        layers.append(Layer(weight.reshape(len(weight), inputs, -1), params[f"{name}.bias"].double().numpy()))
+    return layers
 
 
 def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,18 +35,18 @@ def answers(
     that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
     """
     own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
-    found = [
+    by_client = [
         _one(c, query, label_counts[c], alone.get(c), own.get(c), server, totals)
         for c, query in sorted(queries.items())
     ]
-    if not found:
+    if not by_client:
         return {}
     means: dict[str, Any] = {}
     for name in QUERY_MEASURES:
-        known = [f[name] for f in found if f[name] is not None]
+        known = [f[name] for f in by_client if f[name] is not None]
         means[f"query_{name}"] = float(np.mean(known)) if known else None
         means[f"query_{name}_std"] = float(np.std(known)) if known else None
-    return {"answers": found, **means}
+    return {"answers": by_client, **means}
 
 
 def _one(

@@ -83,21 +83,21 @@ def curvature(
         if not linked:
             return [torch.zeros_like(v) for v in vector]
         outs, weights = zip(*linked, strict=True)
-        found = torch.autograd.grad(outs, list(leaves.values()), weights, retain_graph=True, materialize_grads=True)
-        return list(found)
+        products = torch.autograd.grad(outs, list(leaves.values()), weights, retain_graph=True, materialize_grads=True)
+        return list(products)
 
-    found: list[tuple[float, list[Tensor]]] = []
+    pairs: list[tuple[float, list[Tensor]]] = []
     for _ in range(top):
         start = [torch.randn(v.shape, generator=draw, dtype=v.dtype).to(v.device) for v in leaves.values()]
-        vector, size = _unit(start, found), 0.0
+        vector, size = _unit(start, pairs), 0.0
         for _ in range(most):
             pushed = product(vector)
             last, size = size, _dot(pushed, vector)
-            vector = _unit(pushed, found) or vector
+            vector = _unit(pushed, pairs) or vector
             if abs(size - last) <= 1e-3 * abs(size):
                 break
-        found.append((size, vector))
-    return [(size, dict(zip(names, vector, strict=True))) for size, vector in found]
+        pairs.append((size, vector))
+    return [(size, dict(zip(names, vector, strict=True))) for size, vector in pairs]
 
 
 def _unit(vector: Sequence[Tensor], others: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:

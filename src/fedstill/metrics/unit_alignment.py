@@ -23,8 +23,8 @@ def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tens
     """
     if not len(labels):
         raise ConfigError("a unit's class cannot be told without examples")
-    labels, found = labels.cpu(), activations.detach().cpu().double()
-    sums = torch.zeros(classes, found.shape[1], dtype=torch.float64).index_add_(0, labels, found)
+    labels, outputs = labels.cpu(), activations.detach().cpu().double()
+    sums = torch.zeros(classes, outputs.shape[1], dtype=torch.float64).index_add_(0, labels, outputs)
     counts = torch.bincount(labels, minlength=classes).unsqueeze(1)
     means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
     return means.argmax(0)

@@ -27,20 +27,21 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
     if not some:
         return None
     trade = (
-        "Large points are means over clients and seeds, small ones clients. Right: more gained on what was asked for, "
-        "against the client alone. Low: more lost on its own classes. The upper right corner is best."
+        "Large points are means over clients and seeds; small points are clients. Further right: more "
+        "accuracy gained on the classes asked for, compared with the client alone. Further down: more "
+        "forgotten of its own classes. The upper right corner is best."
     )
     figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
     curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
     if curves:
         says = (
-            "Average accuracy on the validation set after each epoch, phase 2 after phase 1, of each that asked. "
-            "Dotted: that of its model before, on the test set."
+            "Average accuracy on the validation set after each epoch, first of phase 1, then of phase 2: a line "
+            "for each client that asked. Dotted: its model before, on the test set."
         )
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
     parts = [key(some, style), grid(figures), *_bars(some)]
     says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
-    return section("What was asked for, and at what price", sentence(says), *parts, name="asked")
+    return section("Queries: what clients gained and forgot", sentence(says), *parts, name="asked")
 
 
 def noise_probes(groups: Sequence[Group]) -> Html | None:
@@ -61,10 +62,10 @@ def noise_probes(groups: Sequence[Group]) -> Html | None:
         left = figure([_map(shares, names, run.classes)], "Label shares of each client's data.", "Label shares")
         right = figure([_map(seen, names, run.classes)], "Mean prediction of its model on noise.", "Noise probe")
     says = (
-        "A peer guesses which classes a model knows from what it predicts on Gaussian noise. Error: the mean squared "
-        f"difference of the two, over classes. From seed {run.seed}."
+        "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: the mean squared "
+        f"difference between label shares and predictions, over classes. From seed {run.seed}."
     )
-    return section("What noise tells about a model", sentence(says), grid([left, right]), name="probe")
+    return section("The noise probe and the label shares", sentence(says), grid([left, right]), name="probe")
 
 
 @contextmanager

@@ -29,10 +29,13 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     if any(g.values("accuracy") for g in some):
         bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
     says = (
-        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data; public: on the "
-        "images that all see. The mean over seeds where there are several."
+        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data. "
+        "Public: accuracy on the public images. Values are means over seeds."
     )
-    saw = "Of each client: before and after it learns from the others in each round. A tooth up is what it learned."
+    saw = (
+        "Two values of each client in each round: before and after it learns from the others. A step up is "
+        "what it learned."
+    )
     courses = [
         figure([_course(g, kind)], saw, f"{g.label}: {kind} accuracy by round")
         for g in some
@@ -53,13 +56,13 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
 
 def _last(group: Group, key: str) -> dict[str, float]:
     """A mapping of the last round by client, mean over the runs that have it."""
-    found = [r.rounds[-1].get(key) for r in group.started]
-    return _means([f for f in found if isinstance(f, Mapping)])
+    by_run = [r.rounds[-1].get(key) for r in group.started]
+    return _means([f for f in by_run if isinstance(f, Mapping)])
 
 
-def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    ids = dict.fromkeys(k for f in found for k in f)
-    means = {k: spread([float(f[k]) for f in found if k in f]) for k in ids}
+def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    ids = dict.fromkeys(k for f in mappings for k in f)
+    means = {k: spread([float(f[k]) for f in mappings if k in f]) for k in ids}
     return {k: m.mean for k, m in means.items() if m}
 
 
@@ -69,8 +72,8 @@ def _ids(groups: Sequence[Group]) -> list[str]:
 
 
 def _network(groups: Sequence[Group], client: str) -> str:
-    found = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
-    return ", ".join(found)
+    networks = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
+    return ", ".join(networks)
 
 
 def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -> str:
@@ -95,12 +98,12 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
             "type": "bar",
             "name": named(g),
             "x": [f"client {c}" for c in ids],
-            "y": [rounded(found[c]) if c in found else None for c in ids],
+            "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
             "marker": {"color": style.colour(g)},
             "hovertemplate": "%{x}: %{y:.2%}",
         }
         for g in groups
-        if (found := _last(g, f"{kind}_by_client"))
+        if (accuracies := _last(g, f"{kind}_by_client"))
     ]
     return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category"})}
 
@@ -138,7 +141,7 @@ def _course(group: Group, kind: str) -> Figure:
         line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
         name = plain(f"client {client}, {_network([group], client)}")
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line})
-    axis = {"title": {"text": "round; half-way: before learning from the others"}, "rangemode": "tozero"}
+    axis = {"title": {"text": "round (half-way: before learning from the others)"}, "rangemode": "tozero"}
     return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT)}
 
 
@@ -157,7 +160,6 @@ def _sent(groups: Sequence[Group]) -> str:
     if not told:
         return ""
     return (
-        "Sent in all, beside what the same clients' weights would have cost, once down and once up a round: "
-        + "; ".join(told)
-        + "."
+        "Sent in the whole run and, in brackets, what the weights of the same clients would take, sent down and up "
+        "once a round: " + "; ".join(told) + "."
     )

@@ -18,18 +18,18 @@ PLANE_HEIGHT = 400
 
 def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
     """For each group the planes of its first seed that has any; None if nobody looked."""
-    found = [seen for g in groups if (seen := _of_last_round(g))]
-    if not found:
+    shown = [seen for g in groups if (seen := _of_last_round(g))]
+    if not shown:
         return None
     says = (
-        "Each point is a test image of a class that the client asked for (ringed) or has, at its place on the two "
-        "principal axes of the model's own features. The background is the class that the model's head gives to a "
-        "place. Below: accuracy by class on the whole test set."
+        "Each point is a test image of a class that the client asked for (ringed) or has. The axes are the "
+        "first two principal components of the model's features. The background is the class that the model's"
+        " head predicts there. Below: accuracy by class on the whole test set."
     )
     parts = []
-    for seen in found:
+    for seen in shown:
         parts += [labelled(seen[0].group, style), grid([_stage(look) for look in seen], "small")]
-    return section("Where the lines between classes run", sentence(says), *parts, name="boundaries")
+    return section("Decision boundaries", sentence(says), *parts, name="boundaries")
 
 
 def _of_last_round(group: Group) -> list[Look]:

@@ -45,20 +45,20 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
     ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y axis.
     """
     none = Series([], [])
-    found = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
-    return curves(found, style, "round", **axis)
+    by_group = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
+    return curves(by_group, style, "round", **axis)
 
 
-def curves(found: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
+def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
     """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted."""
     data = []
-    for group, series, other in found:
+    for group, series, other in by_group:
         if series.rounds:
             data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
     rounds = {"title": {"text": unit}, "rangemode": "tozero", "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
-    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(found) <= MOST_IN_LEGEND)}
+    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(by_group) <= MOST_IN_LEGEND)}
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
@@ -137,7 +137,7 @@ def plain(name: str) -> str:
 def _dotted(group: Group, style: Style) -> dict[str, Any]:
     return {
         "mode": "lines",
-        "name": f"{named(group)}, model received",
+        "name": f"{named(group)}, received model",
         "showlegend": False,
         "line": {"color": style.colour(group), "width": 1.5, "dash": "dot"},
     }

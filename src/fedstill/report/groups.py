@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedstill.report import runs as found
 from fedstill.report.numbers import Spread, reported, spread
-from fedstill.report.runs import Run
+from fedstill.report.runs import Run, find
 
 UNSET = "–"
 
@@ -69,7 +68,7 @@ class Group:
 
 def groups(directories: Sequence[Path]) -> list[Group]:
     """The runs in some directories, grouped, in the order in which they are found."""
-    return group(found.find(directories))
+    return group(find(directories))
 
 
 def group(runs: Sequence[Run]) -> list[Group]:

@@ -102,15 +102,15 @@ def class_map(
 
 def splits(groups: Sequence[Group]) -> list[Split]:
     """The distinct splits among all runs, in the order of their first seed."""
-    found: dict[str, list[Run]] = {}
+    by_split: dict[str, list[Run]] = {}
     for run in sorted((r for g in groups for r in g.runs if r.start.get("label_counts")), key=lambda r: r.seed):
-        found.setdefault(json.dumps([run.start["label_counts"], run.classes]), []).append(run)
-    return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in found.values()]
+        by_split.setdefault(json.dumps([run.start["label_counts"], run.classes]), []).append(run)
+    return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in by_split.values()]
 
 
-def small(found: Sequence[Split]) -> bool:
+def small(every_split: Sequence[Split]) -> bool:
     """Whether every kind of picture of these splits can be carried."""
-    return sum(len(s.counts) * len(s.classes) for s in found) * len(KINDS) <= MOST_CELLS
+    return sum(len(s.counts) * len(s.classes) for s in every_split) * len(KINDS) <= MOST_CELLS
 
 
 def class_by_client(split: Split, kind: str = "examples") -> Figure:

@@ -17,19 +17,19 @@ MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a cli
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
     says = (
-        "Each line is one method on splits that differ in one number only. A method that holds against uneven data has "
-        "a flat line."
+        "Each line is one method on splits that differ in one number only. A method that is robust to uneven "
+        "data has a flat line."
     )
-    return _section("heterogeneity", "The more uneven the data", says, _figures(groups, "partition"))
+    return _section("heterogeneity", "Effect of uneven data", says, _figures(groups, "partition"))
 
 
 def sensitivity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a number of the method; None if none varies with all else equal."""
     says = (
-        "Each line is one method on one split, whose runs differ in one number only; dotted: what else ran on that "
-        "split. A flat line needs no tuning."
+        "Each line is one method on one split; its runs differ in one number only. Dotted: other methods on "
+        "that split. A flat line means that the number needs no tuning."
     )
-    return _section("sensitivity", "How much a setting matters", says, _figures(groups, "method"))
+    return _section("sensitivity", "Effect of a hyper-parameter", says, _figures(groups, "method"))
 
 
 def _section(name: str, title: str, says: str, figures: Sequence[Html]) -> Html | None:
@@ -88,15 +88,20 @@ def _drawn(
 ) -> Figure:
     data: list[dict[str, Any]] = []
     for i, (label, points) in enumerate(series.items()):
-        found = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
+        values_at = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": plain(label),
-                "x": [x for x, _ in found],
-                "y": [rounded(s.mean) for _, s in found],
-                "error_y": {"type": "data", "array": [rounded(s.std) for _, s in found], "thickness": 1.2, "width": 3},
+                "x": [x for x, _ in values_at],
+                "y": [rounded(s.mean) for _, s in values_at],
+                "error_y": {
+                    "type": "data",
+                    "array": [rounded(s.std) for _, s in values_at],
+                    "thickness": 1.2,
+                    "width": 3,
+                },
                 "hovertemplate": "%{y:.2%}",
                 "line": {"color": COLOURS[i % len(COLOURS)], "width": 2},
                 "marker": {"size": 7},

@@ -26,9 +26,10 @@ POINTS = 3000
 """So many points are embedded at most: the time grows faster than their number."""
 
 ABOUT_JOINT = (
-    "One t-SNE of the test images' features under the model that all these runs received and under the local models of "
-    "each. By run: where a run's points lie on those of the model received, training kept its features; where they "
-    "stand apart, it made others. By class: whether classes stay together."
+    "One t-SNE of the test images' features: of the model that all these runs received, and of the local "
+    "models of each run. By run: where a run's points lie on those of the received model, training kept "
+    "its features; where they lie apart, training changed them. By class: whether the images of a class "
+    "stay together."
 )
 
 
@@ -53,7 +54,7 @@ def joint(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     figures = [figure(_figures(family, style), ABOUT_JOINT, _title(family), "joint") for family in families]
     parts = [choice("joint", "Colour by", ["run", "class"]), *figures]
-    return section("One model, trained on in several ways", sentence(ABOUT_JOINT), *parts, name="joint")
+    return section("Runs that started from one model", sentence(ABOUT_JOINT), *parts, name="joint")
 
 
 def _title(family: Sequence[Kept]) -> Html:
@@ -69,13 +70,18 @@ def _kept(look: Look) -> Kept | None:
     if not name or not path.is_file():
         return None
     try:
-        found = safetensors.torch.load(path.read_bytes())
+        features = safetensors.torch.load(path.read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    shapes = {tuple(v.shape) for v in found.values()}
-    if RECEIVED not in found or len(shapes) != 1 or found[RECEIVED].dim() != 2 or len(found[RECEIVED]) != len(labels):
+    shapes = {tuple(v.shape) for v in features.values()}
+    if (
+        RECEIVED not in features
+        or len(shapes) != 1
+        or features[RECEIVED].dim() != 2
+        or len(features[RECEIVED]) != len(labels)
+    ):
         raise CorruptFile(f"{path} is damaged: it must hold features of {len(labels)} images for each model")
-    return Kept(look, found, torch.tensor(labels))
+    return Kept(look, features, torch.tensor(labels))
 
 
 def _families(kept: Sequence[Kept]) -> list[list[Kept]]:

@@ -41,12 +41,12 @@ def epochs(groups: Sequence[Group], style: Style) -> Html | None:
             figures.append(figure([_drawn(visits, style, name, side)], says, where))
     rounds = ", ".join(map(str, sorted({v.round for v in visits})))
     says = (
-        f"The clients of round {rounds} while they train: epoch 0 is the model they received. Means over clients, and "
-        "over seeds; bars are one standard deviation over clients. A curve that falls on the right is forgetting as it "
-        "happens."
+        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. Means over clients "
+        "and seeds; bars are one standard deviation over clients. A line that falls shows forgetting during local "
+        "training."
     )
     parts = [sentence(says), key([v.group for v in visits], style), grid(figures)]
-    return section("Within local training", *parts, name="epochs")
+    return section("During local training", *parts, name="epochs")
 
 
 def _visit(group: Group) -> Visit | None:
@@ -56,8 +56,8 @@ def _visit(group: Group) -> Visit | None:
     last = max(number for number, _ in measured)
     stages: dict[str, list[Mapping[str, Any]]] = {}
     for number, by_stage in measured:
-        for name, found in by_stage.items() if number == last else ():
-            stages.setdefault(name, []).append(found)
+        for name, curves in by_stage.items() if number == last else ():
+            stages.setdefault(name, []).append(curves)
     return Visit(group, last, stages)
 
 
@@ -92,9 +92,9 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
 
 def _over(seeds: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
     """The mean over seeds at each epoch; where some stopped earlier, over those that did not."""
-    curves = [found[key] for found in seeds]
+    curves = [by_epoch[key] for by_epoch in seeds]
     out: list[float | None] = []
     for n in range(max(map(len, curves), default=0)):
-        found = spread([c[n] for c in curves if n < len(c) and c[n] is not None])
-        out.append(rounded(found.mean) if found else None)
+        over = spread([c[n] for c in curves if n < len(c) and c[n] is not None])
+        out.append(rounded(over.mean) if over else None)
     return out

@@ -32,8 +32,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """What a browser may load for the page: nothing from anywhere else."""
 
 TROUBLE = (
-    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. "
-    "The tables hold the results all the same."
+    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. The tables show all results."
 )
 
 
@@ -118,7 +117,7 @@ def _head(compared: Sequence[Group]) -> Html:
     }
     note = ""
     if unfinished:
-        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to where they are."
+        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to their last round."
         note = f'<p class="note">{how_many}</p>'
     return Html(f"<header><h1>{escape(_title(compared))}</h1>{facts(pairs).text}{note}</header>")
 
@@ -156,7 +155,7 @@ def _document(title: str, main: str) -> str:
 <p class="note" id="trouble" hidden>{TROUBLE}</p>
 {main}
 <footer>Made by fedstill on {datetime.now():%Y-%m-%d} from the runs' journals. Figures are drawn by {escape(about)},
-which this file holds in compressed form; nothing is loaded from elsewhere.</footer>
+which this file contains in compressed form. Nothing is loaded from the network.</footer>
 </main>
 <script type="application/octet-stream" id="plotly">{library}</script>
 <script>

@@ -77,10 +77,10 @@ def find(directories: Sequence[Path]) -> list[Run]:
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
-        found = sorted(_below(directory), key=natural)
-        if not found:
+        run_folders = sorted(_below(directory), key=natural)
+        if not run_folders:
             raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
-        folders.update({f.resolve(): f for f in found})
+        folders.update({f.resolve(): f for f in run_folders})
     if not folders:
         raise ConfigError("no directory of runs was named, e.g. runs/")
     return [read_run(folder) for folder in folders.values()]
@@ -112,14 +112,14 @@ def read_run(folder: Path) -> Run:
 
 def _seen(events: Sequence[Event], key: str) -> dict[int, float]:
     measure, *path = key.split("/")
-    found: dict[int, list[float]] = {}
+    by_round: dict[int, list[float]] = {}
     for event in events:
         value: Any = event if event["measure"] == measure else None
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, (int, float)):
-            found.setdefault(event["round"], []).append(float(value))
-    return {number: sum(each) / len(each) for number, each in found.items()}
+            by_round.setdefault(event["round"], []).append(float(value))
+    return {number: sum(each) / len(each) for number, each in by_round.items()}
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -32,14 +35,35 @@ GAP = 2
 """Columns between two columns of a table."""
 
 
-ENDLESS = 1000
-"""Columns of a standard output that is no terminal: a file or a pipe bears lines of any length."""
+UNBROKEN, SENTENCES = 1000, 100
+"""Columns of a standard output that is no terminal: rows of numbers and paths stay whole there, sentences don't."""
 
 
-def console() -> Console:
-    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says."""
+class _Trimmed(io.TextIOBase):
+    """The standard output without the spaces that a table has at the end of its lines."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def console(sentences: bool = False) -> Console:
+    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says.
+
+    sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken to be read.
+    """
     here = Console(highlight=False)
-    return here if here.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=ENDLESS)
+    if here.is_terminal:
+        return here
+    width = None if "COLUMNS" in os.environ else SENTENCES if sentences else UNBROKEN
+    return Console(highlight=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def percent(value: float | None) -> str:
@@ -95,7 +119,9 @@ def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: 
     text = Text(
         f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ", no_wrap=True, overflow="ellipsis"
     )
-    text.append(f"a mark is {'a class' if grouped == 1 else f'{grouped} classes'}, a full one {top:,} examples\n")
+    text.append(
+        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is {top:,} examples\n"
+    )
     for client, row in enumerate(rows[:most]):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
         text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
@@ -115,8 +141,8 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     ]
     rows = []
     for group in compared:
-        found = [group.mean_spread(m.key) for m in shown]
-        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(found, shown, strict=True)]
+        spreads = [group.mean_spread(m.key) for m in shown]
+        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(spreads, shown, strict=True)]
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, str(len(group.seeds))])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)

@@ -36,15 +36,14 @@ GROUP = "logits"
 
 @dataclass(frozen=True)
 class Privacy:
-    """How logits are protected before they leave a client; off if ``clip`` is 0.
-
-    ``clip``: the most that the norm of one image's logits may be. ``noise``: standard deviation on each number, in
-    units of ``clip``. ``delta``: at which epsilon is told.
-    """
+    """How logits are protected before they leave a client; off if ``clip`` is 0."""
 
     clip: NonNegative = 0.0
+    """The largest norm of one image's logits; 0: nothing is protected."""
     noise: NonNegative = 0.0
+    """Standard deviation of the noise on every number, in units of the largest norm."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
+    """At which delta each client's epsilon is computed."""
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -66,14 +66,14 @@ def dirichlet_draw(
     refuse_too_many("dirichlet", len(labels), clients, min_size)
     owned = class_indices(labels)
     draw = _official if stream == "official" else _fast
-    found = draw(owned, clients, alpha, seed, min_size, max_tries)
-    if found is None:
+    drawn = draw(owned, clients, alpha, seed, min_size, max_tries)
+    if drawn is None:
         raise InfeasiblePartition(
             f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} examples "
             f"(alpha {alpha:g}, {len(owned)} classes, {len(labels):,} examples); "
             "raise alpha or max_tries, lower min_size or clients, or try another seed"
         )
-    return found
+    return drawn
 
 
 def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:

@@ -27,12 +27,12 @@ HUB_SECONDS = 10
 
 def parquet_files(folder: Path) -> dict[str, list[Path]]:
     """The parquet files of every split, by the first word of the file's name or else its folder's; no word is train."""
-    found: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*.parquet")):
         words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
         split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
-        found.setdefault(split, []).append(path)
-    return found
+        by_split.setdefault(split, []).append(path)
+    return by_split
 
 
 def read_parquet(folder: Path, columns: Columns) -> Decoded:

@@ -65,14 +65,14 @@ class Recipe:
         Raises UnknownName for a pattern that matches nothing.
         """
         every = [(r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)]
-        found: dict[tuple[str, str], None] = {}
+        matching: dict[tuple[str, str], None] = {}
         for pattern in patterns or ("*:*",):
             row, _, column = pattern.partition(":")
             wanted = [(r, c) for r, c in every if _like(r, row) and _like(c, column or "*")]
             if not wanted:
                 raise UnknownName("cell", pattern, [f"{r}:{c}" for r, c in every], where=self.name)
-            found.update(dict.fromkeys(wanted))
-        return list(found)
+            matching.update(dict.fromkeys(wanted))
+        return list(matching)
 
     def variants(
         self, cells: Sequence[tuple[str, str]], seeds: Sequence[int], changes: Mapping[str, Any], out: Path
@@ -81,7 +81,7 @@ class Recipe:
 
         Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as long as it is.
         """
-        found = []
+        runs = []
         for row, column in cells:
             tree = {**self.common, **self.columns[column], **self.rows[row]}
             folder = _folder(out, f"{column} {row}")
@@ -91,8 +91,8 @@ class Recipe:
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
                 experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
-                found.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
-        return found
+                runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
+        return runs
 
     def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
         if name not in self.starts:

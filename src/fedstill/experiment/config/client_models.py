@@ -26,8 +26,8 @@ def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable
     """
     if isinstance(said, Mapping):
         shared = bool(said) and all(_number(v) for v in said.values())
-        found = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
-        out: Any = found if shared else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in found.items()}
+        resolved = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
+        out: Any = resolved if shared else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in resolved.items()}
     else:
         out = tuple(_network(v, f"{KEY}[{i}]", base, resolve) for i, v in enumerate(said))
     assigned(out, clients)
@@ -81,11 +81,11 @@ def words(said: Any) -> Iterator[str]:
 def _by_client(models: Mapping[str, Any], clients: int) -> list[tuple[str, dict[str, Any]] | None]:
     out: list[tuple[str, dict[str, Any]] | None] = [None] * clients
     for key, network in models.items():
-        found = IDS.fullmatch(key)
-        if not found:
+        ids = IDS.fullmatch(key)
+        if not ids:
             raise ConfigError(f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares")
-        first = int(found[1])
-        last = int(found[2] or first)
+        first = int(ids[1])
+        last = int(ids[2] or first)
         if not first <= last < clients:
             raise ConfigError(f"{KEY}.{key}: clients are 0 to {clients - 1}")
         for client in range(first, last + 1):

@@ -212,5 +212,5 @@ def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     def each(value: Any) -> Any:
         return [each(v) for v in value] if isinstance(value, list) else round(value, digits)
 
-    found: list[Any] = each(numbers.detach().cpu().double().tolist())
-    return found
+    lists: list[Any] = each(numbers.detach().cpu().double().tolist())
+    return lists

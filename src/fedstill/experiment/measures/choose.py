@@ -20,16 +20,16 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
 
     Raises ConfigError for something that is not a measure, or that is named twice.
     """
-    found: dict[str, Measure] = {}
+    by_name: dict[str, Measure] = {}
     for name in names:
         made = registry.lookup("measure", name).build()
         if not isinstance(made, Measure):
             raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
         short = PurePath(name).name
-        if short in found:
+        if short in by_name:
             raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
-        found[short] = made
-    return found
+        by_name[short] = made
+    return by_name
 
 
 def measured_rounds(rounds: int, every: int) -> frozenset[int]:

@@ -31,13 +31,13 @@ class Divergence(Measure):
         accuracy = room.accuracy_by_class(start, room.test)
         apart = [weight_divergence(only(start, names), params) for params in locals_.values()]
         shares = [room.sites.view(c, seen.stage).proportions for c in locals_]
-        found = {
+        by_client = {
             "l1": [a for a, _ in apart],
             "l2": [b for _, b in apart],
             "distance": [distribution_distance(accuracy, p) for p in shares],
         }
-        means = {f"mean_{k}": over_clients(v, [1.0] * len(v))[""] for k, v in found.items()}
-        return {"clients": list(locals_), **found, **means}
+        means = {f"mean_{k}": over_clients(v, [1.0] * len(v))[""] for k, v in by_client.items()}
+        return {"clients": list(locals_), **by_client, **means}
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set once."""

@@ -55,5 +55,5 @@ def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     with threadpool_limits(1):
-        found = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
-    return torch.from_numpy(found)
+        places = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
+    return torch.from_numpy(places)

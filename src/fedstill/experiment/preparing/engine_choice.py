@@ -39,11 +39,11 @@ def chosen(settings: Settings, world: RunWorld, examples: int) -> tuple[Literal[
 def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
     """The stages of the first and the last round in which clients train, as the cost model sees them."""
     rounds = {1, settings.rounds}
-    found = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
+    stages = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
     each = examples / settings.clients
     return [
         Work(world.plans[s.name], len(s.clients), {world.model(c) for c in s.clients}, each)
-        for s in found.values()
+        for s in stages.values()
         if s.name in world.plans
     ]
 

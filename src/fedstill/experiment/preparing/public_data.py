@@ -85,15 +85,15 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
     data, size, place = settings.data, settings.data.public, Path(source)
     if place.is_dir() and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
-        found, theirs = _unlabelled(read_unlabelled(place, side)), None
+        public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
         other = load_dataset(source, folder=folder or None)
-        found, theirs = other.train, len(other.classes)
+        public, theirs = other.train, len(other.classes)
     if data.public_resize:
-        found = Examples(_resized(found.images, shape), found.labels)
-    if tuple(found.images.shape[1:]) != shape:
+        public = Examples(_resized(public.images, shape), public.labels)
+    if tuple(public.images.shape[1:]) != shape:
         raise DataError(
-            f"the public images of {source} have shape {tuple(found.images.shape[1:])}, the run's {shape}; "
+            f"the public images of {source} have shape {tuple(public.images.shape[1:])}, the run's {shape}; "
             "set data.public_resize = true, or name other images with data.public_from"
         )
     if data.public_labels and theirs is not None and theirs != classes:
@@ -101,12 +101,12 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
             f"the public images of {source} have {theirs} classes, the run's data {classes}; "
             "set data.public_labels = false to use the images alone"
         )
-    if size > len(found):
-        raise ConfigError(f"data.public = {size} is more than the {len(found)} public images of {source}")
+    if size > len(public):
+        raise ConfigError(f"data.public = {size} is more than the {len(public)} public images of {source}")
     if not size:
-        return found
+        return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
-    return found.take(torch.randperm(len(found), generator=draw)[:size].sort().values)
+    return public.take(torch.randperm(len(public), generator=draw)[:size].sort().values)
 
 
 def _unlabelled(images: Tensor) -> Examples:

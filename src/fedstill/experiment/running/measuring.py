@@ -69,9 +69,9 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        found = self._evaluate(predictors)
-        self._before = found["class_accuracy"]
-        return found
+        accuracies = self._evaluate(predictors)
+        self._before = accuracies["class_accuracy"]
+        return accuracies
 
     def stage(
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
@@ -116,11 +116,11 @@ class Measuring:
             if measure.only_last and not seen.ends_run:
                 continue
             began = time.perf_counter()
-            found = _looked(name, measure, seen, room)
+            fields = _looked(name, measure, seen, room)
             seconds = time.perf_counter() - began
             self._count(name, seconds)
-            if found is not None:
-                yield {"event": "measure", "measure": name, **where, **found, "seconds": seconds}
+            if fields is not None:
+                yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
 
     def round(
         self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
