@@ -37,7 +37,7 @@ def follow(page: str, folder: Path) -> None:
         assert call(arguments) == 0, command
 
 
-def tested(file: str, folder: Path) -> str:
+def output_of_pytest(file: str, folder: Path) -> str:
     """What pytest prints of a file that a page shows."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -49,7 +49,7 @@ def test_a_method_is_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     follow("add_a_method.md", tmp_path)
     assert (tmp_path / "sweep" / "report.html").is_file()
-    assert "1 passed" in tested("test_fedgap.py", tmp_path)
+    assert "1 passed" in output_of_pytest("test_fedgap.py", tmp_path)
 
 
 def test_measures_of_both_kinds_are_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(tmp_path: Path, monke
     clients = [e for e in read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
-    assert "2 passed" in tested("test_measures.py", tmp_path)
+    assert "2 passed" in output_of_pytest("test_measures.py", tmp_path)
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedstill import registry
 from fedstill.experiment.config.experiment import KEYS
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable
 from fedstill.records import Plan
@@ -103,3 +104,16 @@ def test_the_page_on_configurations_names_every_key(key: str) -> None:
     row = next((line for line in page.splitlines() if line.startswith(f"| `[{key}]`")), "")
     for inner in fields(TABLES[key]) if key in TABLES else ():
         assert f"`{inner.name}`" in row, f"{key}.{inner.name} is not described"
+
+
+def test_the_page_on_configurations_names_every_measure() -> None:
+    page = text("docs/configuration.md")
+    assert [name for name in registry.names("measure") if f"| `{name}` |" not in page] == []
+
+
+def test_benchmarks_that_a_page_names_are_there() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    modules = {m for page in pages for m in re.findall(r"-m (benchmarks(?:\.\w+)+)", page.read_text())}
+    assert len(modules) > 5
+    places = {m: ROOT / m.replace(".", "/") for m in modules}
+    assert [m for m, p in sorted(places.items()) if not (p.with_suffix(".py").exists() or p.is_dir())] == []
