@@ -53,7 +53,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class ClientsTable:
-    """``[clients]``: when a stage counts, and whose architectures are other than the server's."""
+    """``[clients]``: which replies are accepted, how many are needed, and which client has another network."""
 
     quorum: PositiveShare = 0.5
     norm_limit: Positive = 10.0
@@ -61,7 +61,7 @@ class ClientsTable:
 
     @property
     def rules(self) -> Rules:
-        """What the server takes of clients' replies."""
+        """Which replies the server accepts."""
         return Rules(self.quorum, self.norm_limit)
 
 

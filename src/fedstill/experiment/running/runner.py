@@ -53,7 +53,7 @@ def run(
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin
+    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError or a kind of it
     before anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it
     runs: then the directory keeps the last good state.
     """
@@ -96,7 +96,7 @@ def resume(
 
 
 def _check_before(settings: Settings, data: Dataset | None) -> None:
-    """Refuse here what would be refused elsewhere, before anything is sent."""
+    """Refuse what the server or Ray would refuse, before anything is sent."""
     if data is not None and elsewhere(settings) == "federation":
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     prepare(settings, data)
@@ -111,7 +111,7 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    tree.pop("stacked_seeds", None)  # of version 0.1: such a run goes on alone, the same up to rounding
+    tree.pop("stacked_seeds", None)  # a key of version 0.1; the run goes on alone, the same up to rounding
     return settle(from_tree(tree, {}, folder))
 
 
@@ -130,7 +130,7 @@ class _Driver:
         self.journal = journals.Journal(self.folder / "journal.jsonl")
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
-        local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
+        local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared, folder=self.folder)
         self.saving = 0.0
