@@ -54,10 +54,10 @@ def blocks(text: str) -> dict[str, list[str]]:
     return out
 
 
-def groups(block: str) -> dict[str, str]:
+def declared_groups(block: str) -> dict[str, str]:
     """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name ``model.N`` is many.
 
-    >>> groups("the global parameters; fisher, mean = sums, (n,); model.N = what client N sent.")
+    >>> declared_groups("the global parameters; fisher, mean = sums, (n,); model.N = what client N sent.")
     {'fisher': 'sums, (n,)', 'mean': 'sums, (n,)', 'model.N': 'what client N sent'}
     """
     declared = [m for part in block.removesuffix(".").split("; ") if (m := _GROUPS.fullmatch(part))]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
 from fedstill.records import SERVER, Carry, ModelSpec, Plan, Tensors, View, World
 from fedstill.teachers import noise_probe
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 FIT = "fit"
@@ -44,8 +44,7 @@ def probe_seed(world: World) -> int:
 def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
     """What a model predicts on the noise that all models of a run are shown: (C,), its mean softmax."""
     predict = predictor(spec, params)
-    kind = next((v.dtype for v in params.values() if v.is_floating_point()), torch.float32)
-    return noise_probe(lambda x: predict(x.to(kind)), spec.input_shape, samples, probe_seed(world))
+    return noise_probe(lambda x: predict(x.to(dtype_of(params))), spec.input_shape, samples, probe_seed(world))
 
 
 class Fit(ClientWork):

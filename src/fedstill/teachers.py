@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from fedstill.errors import ConfigError, DataError
 from fedstill.keys import generator
-from fedstill.labels import Metric, Numbers, as_floats, distance
+from fedstill.labels import Metric, TensorLike, as_floats, distance
 
 TIE = 1e-9
 """Distances nearer than this are equal: a permuted histogram sums in another order, to another last bit."""
 
 
-def complementary(proportions: Numbers, k: int, metric: Metric = "kl") -> list[int]:
+def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> list[int]:
     """The positions of k teachers whose labels together are most uniform, picked greedily, in the order picked.
 
     proportions: (n, C) label shares of the candidates; k >= 0, all n are given if there are no more; metric as in

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-Tensors = Mapping[str, Tensor]
+from fedstill.payload import Tensors
 
 
 def add(a: Tensors, b: Tensors) -> dict[str, Tensor]:
@@ -33,6 +33,11 @@ def zeros_like(a: Tensors) -> dict[str, Tensor]:
 def floats(a: Tensors) -> dict[str, Tensor]:
     """The entries that hold real numbers; counters and other integers are left out."""
     return {k: v for k, v in a.items() if v.is_floating_point()}
+
+
+def dtype_of(a: Tensors) -> torch.dtype:
+    """The type of the real entries; float32 if there are none."""
+    return next((v.dtype for v in a.values() if v.is_floating_point()), torch.float32)
 
 
 def only(a: Tensors, names: Iterable[str]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_pa
     with pytest.raises(DeployFailed, match=r"does not name 127.0.0.1; on the server: .* renew DIR --host 127.0.0.1$"):
         greeted(federation, federation)
     assert call(["deploy", "renew", str(federation.folder), "--host", "fed.example.org"]) == 0
-    assert folder.load(federation.folder).hosts == ("127.0.0.1", "fed.example.org")
+    assert folder.load_federation(federation.folder).hosts == ("127.0.0.1", "fed.example.org")
     greeted(federation, federation)
 
 

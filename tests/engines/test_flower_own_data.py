@@ -19,7 +19,7 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.site import Clerk, Site
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
 from flowers import needs_flower
@@ -96,10 +96,10 @@ def test_sites_with_their_own_data_give_the_bits_of_the_simulation(what: str, tm
     torch.set_num_threads(1)
     run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
     over(RUNS[what], sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
-    events = [e for e in read(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
+    events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
     assert not [e for e in events if "refused" in e]
     assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
-    trained = [e for e in read(tmp_path / "serial/journal.jsonl") if e["event"] == "client"]
+    trained = [e for e in read_journal(tmp_path / "serial/journal.jsonl") if e["event"] == "client"]
     assert [(e["name"], e["client"], e.get("loss")) for e in events] == [
         (e["name"], e["client"], e.get("loss")) for e in trained
     ]

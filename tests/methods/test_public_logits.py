@@ -161,9 +161,9 @@ class FailingWork:
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
     whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2}
     result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
-    from fedstill.experiment.run_directory.journal import read
+    from fedstill.experiment.run_directory.journal import read_journal
 
-    clients = [e for e in read(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
+    clients = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
     failed = [e for e in clients if "refused" in e]
     assert [(e["round"], e["name"], e["client"]) for e in failed] == [(1, where, 0)]
     assert "this site is gone" in failed[0]["refused"]
@@ -199,7 +199,7 @@ def test_the_server_distils_by_the_clients_work() -> None:
 
 def test_a_round_sends_public_logits_and_no_weights() -> None:
     ready = federation("hiper_fedkd")
-    sent = toys.PUBLIC * toys.CLASSES * 4
+    sent = toys.PUBLIC * toys.CLASSES * 8  # tests train in float64
     states, _ = drive(ready)
     method, (local, _, distil) = ready.settings.method, ready.settings.topology(1, ready.world)
     assert method.expects(0, local, ready.world).nbytes == sent

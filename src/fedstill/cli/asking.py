@@ -29,13 +29,13 @@ def query(
     """
     from fedstill.experiment.answering import ask, numbered
     from fedstill.experiment.config.overrides import parse_overrides
-    from fedstill.models.files import save_model
+    from fedstill.models.model_files import save_model
     from fedstill.report import answer, terminal
 
     asked = numbered(run, classes)
     found = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
     screen = terminal.console()
-    for line in answer.lines(found):
+    for line in answer.answer_tables(found):
         screen.print(line)
     path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, found.query))}.safetensors")
     save_model(path, found.model, found.params)

@@ -17,8 +17,8 @@ Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False
 Insecure = Annotated[bool, Parameter(negative="")]
 
 
-@deploy.command
-def init(
+@deploy.command(name="init")
+def init_command(
     directory: Path, *, clients: int, host: Hosts = ("127.0.0.1",), listen: str = "127.0.0.1", port: int = 8443
 ) -> int:
     """Make a federation's folder: a certificate authority, the server's certificate, a key for each client.
@@ -54,19 +54,19 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
     """
     from fedstill.deploy import folder, programs
 
-    federation = folder.load(directory)
+    federation = folder.load_federation(directory)
     command = programs.superlink(federation, insecure_for_testing)
     programs.write_link(federation, insecure_for_testing)
     with programs.running(command, programs.environment(federation.server / "flwr")) as process:
         programs.wait_for_port(federation, process)
-        for name in [] if insecure_for_testing else programs.register(federation):
+        for name in [] if insecure_for_testing else programs.register_clients(federation):
             print(f"{name} may connect from now on", flush=True)
         print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
         return process.wait()
 
 
-@deploy.command
-def renew(directory: Path, *, host: Hosts = ()) -> int:
+@deploy.command(name="renew")
+def renew_command(directory: Path, *, host: Hosts = ()) -> int:
     """Make the server's certificate anew, before or after it expires; start the server again, clients need nothing.
 
     Parameters
@@ -76,7 +76,7 @@ def renew(directory: Path, *, host: Hosts = ()) -> int:
     """
     from fedstill.deploy import certificates, folder
 
-    federation = folder.renew(folder.load(directory), host)
+    federation = folder.renew(folder.load_federation(directory), host)
     until = certificates.last_day(federation.server / "server.crt")
     print(f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start the server again")
     return 0

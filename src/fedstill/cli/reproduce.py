@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 from fedstill.cli.app import Jobs, Names, Quiet, Settings, app
 from fedstill.cli.comparisons import carry_out
 
-Seeds = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
+SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
 
 
 @app.command
@@ -19,7 +19,7 @@ def reproduce(
     *,
     cells: Names = (),
     rounds: int | None = None,
-    seeds: Seeds = 3,
+    seeds: SeedCount = 3,
     data: str = "",
     out: Path | None = None,
     jobs: Jobs = None,
@@ -50,10 +50,10 @@ def reproduce(
 
     screen = terminal.console()
     if not recipe:
-        rows = [(name, recipes.load(name).paper) for name in recipes.names()]
+        rows = [(name, recipes.load_recipe(name).paper) for name in recipes.recipe_names()]
         screen.print(terminal.table(["recipe", "what it is"], rows, words=2))
         return 0
-    found = recipes.load(recipe)
+    found = recipes.load_recipe(recipe)
     changes = parse_overrides(set_)
     changes |= {"rounds": rounds} if rounds is not None else {}
     changes |= {"data.name": data} if data else {}
@@ -61,6 +61,6 @@ def reproduce(
     chosen = found.cells(cells)
     runs = found.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
-    for line in reproduced.tables(found, chosen, runs, changes, screen.width):
+    for line in reproduced.paper_tables(found, chosen, runs, changes, screen.width):
         screen.print(line)
     return code

@@ -33,6 +33,6 @@ class Inputs:
         return augment(images, self.steps, self.mean, self.std, generator)
 
 
-def layout(tensor: Tensor) -> Tensor:
+def channels_last(tensor: Tensor) -> Tensor:
     """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

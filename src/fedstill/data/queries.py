@@ -44,7 +44,7 @@ def draw(
     return found
 
 
-def check(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int = 50) -> Queries:
+def check_queries(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int = 50) -> Queries:
     """Queries as they were written, each sorted; raises ConfigError, in one line, for one that nobody can answer.
 
     counts: (clients, C). Refused are clients and classes that do not exist, an empty query, a class that the client has

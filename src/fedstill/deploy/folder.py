@@ -152,7 +152,7 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     return federation
 
 
-def load(folder: Path) -> Federation:
+def load_federation(folder: Path) -> Federation:
     """The federation in a folder; raises ConfigError if there is none."""
     values = _read(folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`")
     try:

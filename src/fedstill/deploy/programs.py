@@ -50,10 +50,10 @@ def environment(home: Path) -> dict[str, str]:
 def program(name: str) -> str:
     """The path of one of Flower's programs; raises ConfigError if it is not installed beside this Python."""
     require_flower()
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if path is None:
         raise ConfigError(f"there is no program {name}: pip install 'fedstill[flower]'")
-    return found
+    return path
 
 
 def superlink(federation: Federation, insecure: bool) -> list[str]:
@@ -133,7 +133,7 @@ def flwr(federation: Federation, *arguments: str, seconds: float = SECONDS) -> A
     return answer
 
 
-def register(federation: Federation) -> list[str]:
+def register_clients(federation: Federation) -> list[str]:
     """Let in every client whose public key lies in ``server/allowed``; the names of those that are new."""
     new = []
     for path in sorted((federation.server / "allowed").glob("*.pub")):

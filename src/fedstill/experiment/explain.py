@@ -122,7 +122,7 @@ def _engine(prepared: Prepared) -> str:
     return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
 
 
-def values(settings: Settings) -> list[tuple[str, Any, str]]:
+def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
     """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
     return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
 

@@ -15,7 +15,7 @@ from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.on_flower.site import Clerk, Site, load_site
 from fedstill.experiment.running import runner
 
-MAX_BYTES = 4 << 30
+MAX_REQUEST_BYTES = 4 << 30
 """The largest request that a client reads."""
 
 
@@ -50,5 +50,5 @@ def _server_app() -> Any:
 
 
 require_flower()
-client_app = app_of(clerk_of, MAX_BYTES)
+client_app = app_of(clerk_of, MAX_REQUEST_BYTES)
 server_app = _server_app()

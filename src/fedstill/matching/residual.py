@@ -18,10 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.matching.layer import Array, Places, Setting
-from fedstill.matching.network import Layer, as_tensors, layers_of, match_inputs, mean_by_share
-from fedstill.models.chain import last_block
+from fedstill.matching.layer import Array, MatchingSettings, Places
+from fedstill.matching.whole_network import Layer, as_tensors, layers_of, match_inputs, mean_by_share
 from fedstill.models.contract import module
+from fedstill.models.layer_chain import last_block
 from fedstill.records import ModelSpec, Tensors
 
 
@@ -30,7 +30,7 @@ def match_residual(
     models: Sequence[Tensors],
     shares: Array,
     sizes: Sequence[float],
-    setting: Setting,
+    setting: MatchingSettings,
     draw: np.random.Generator,
 ) -> dict[str, Tensor]:
     """One residual network of several of a spec: their channels in one order, averaged.

@@ -35,7 +35,7 @@ from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan, State
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
+HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
 """Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure its model."""
 
 PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
@@ -56,7 +56,7 @@ class HiPerFedKD(LogitExchange):
     """Learn from the mean of standardised logits, after local training at personal temperatures."""
 
     plans: ClassVar[dict[str, Plan]] = {
-        LOCAL: PAPER,
+        LOCAL: HIPER_PLAN,
         TEACH: Plan(epochs=10, batch=64, lr=0.01, shuffle=False),
         DISTIL: PUBLIC,
     }

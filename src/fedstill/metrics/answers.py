@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.labels import TensorLike
 from fedstill.metrics.accuracy import average_accuracy, class_accuracy, uniform_accuracy
 from fedstill.metrics.query import query_accuracy_gain, query_forgetting
-from fedstill.metrics.values import Numbers
 
-Event = Mapping[str, Any]
+EventFields = Mapping[str, Any]
 
-MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
+QUERY_MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
 """What is measured of a client that asked; over clients it is journaled as ``query_`` and the name."""
 
 
 def answers(
     queries: Mapping[int, Sequence[int]],
     label_counts: Sequence[Sequence[int]],
-    alone: Mapping[int, Event],
-    acted: Sequence[Event],
-    server: Event,
+    alone: Mapping[int, EventFields],
+    acted: Sequence[EventFields],
+    server: EventFields,
     totals: Sequence[int],
     personal: Collection[str],
 ) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def answers(
     if not found:
         return {}
     means: dict[str, Any] = {}
-    for name in MEASURES:
+    for name in QUERY_MEASURES:
         known = [f[name] for f in found if f[name] is not None]
         means[f"query_{name}"] = float(np.mean(known)) if known else None
         means[f"query_{name}_std"] = float(np.std(known)) if known else None
@@ -53,9 +53,9 @@ def _one(
     client: int,
     query: Sequence[int],
     counts: Sequence[int],
-    alone: Event | None,
-    own: Event | None,
-    server: Event,
+    alone: EventFields | None,
+    own: EventFields | None,
+    server: EventFields,
     totals: Sequence[int],
 ) -> dict[str, Any]:
     before = _of(alone, totals)
@@ -74,7 +74,7 @@ def _one(
     }
 
 
-def _of(event: Event | None, totals: Sequence[int]) -> Numbers | None:
+def _of(event: EventFields | None, totals: Sequence[int]) -> TensorLike | None:
     return class_accuracy(event["correct_by_class"], totals) if event and "correct_by_class" in event else None
 
 

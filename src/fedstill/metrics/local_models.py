@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.labels import TensorLike
 from fedstill.metrics.accuracy import class_accuracy, in_local_accuracy, out_local_accuracy
-from fedstill.metrics.values import Numbers, values, weighted_mean
+from fedstill.metrics.values import mean_over_classes, values
 
 
 def local_accuracies(
@@ -72,7 +73,7 @@ def _epochs(events: Sequence[Mapping[str, Any]], totals: Sequence[int]) -> dict[
     return out
 
 
-def over_clients(found: Sequence[float], sizes: Numbers) -> dict[str, float]:
+def over_clients(found: Sequence[float], sizes: TensorLike) -> dict[str, float]:
     """Mean and population spread over clients, plain (keys "" and "_std") and weighted by size ("_weighted", ...).
 
     found: one number a client, NaN where it has none: it is left out; sizes: as many weights. NaN if nothing is left.
@@ -83,6 +84,6 @@ def over_clients(found: Sequence[float], sizes: Numbers) -> dict[str, float]:
     numbers, weights = values(found, 1, "numbers of clients"), values(sizes, 1, "sizes of clients")
     out: dict[str, float] = {}
     for key, weight in (("", np.ones_like(weights)), ("_weighted", weights)):
-        mean = weighted_mean(numbers, weight)
-        out |= {key: mean, f"{key}_std": weighted_mean((numbers - mean) ** 2, weight) ** 0.5}
+        mean = mean_over_classes(numbers, weight)
+        out |= {key: mean, f"{key}_std": mean_over_classes((numbers - mean) ** 2, weight) ** 0.5}
     return out

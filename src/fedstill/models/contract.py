@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.models.chain import with_widths
+from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

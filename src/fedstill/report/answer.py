@@ -13,7 +13,7 @@ from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table
 
 
-def lines(answer: Answer) -> Iterator[RenderableType]:
+def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     """The teachers, the classes, and the measures."""
     asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
     yield Text(f"client {answer.client} asks for {asked}", style="bold")

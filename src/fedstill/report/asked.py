@@ -16,7 +16,7 @@ from fedstill.report.markup import Html, choice, figure, grid, key, section, sen
 from fedstill.report.runs import JOURNAL, Run
 
 PER_CENT = {"tickformat": ".0%"}
-HEIGHT = 380
+QUERY_HEIGHT = 380
 MOST_CLIENTS = 20
 NOT_DOTTED = [d for d in DASHES if d != "dot"]
 
@@ -43,12 +43,12 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
     return section("What was asked for, and at what price", sentence(says), *parts, name="asked")
 
 
-def probed(groups: Sequence[Group]) -> Html | None:
+def noise_probes(groups: Sequence[Group]) -> Html | None:
     """What models predict on noise beside what their clients hold; None if no model was probed."""
     run = next((r for g in groups for r in g.started if any("probe" in e for e in r.clients)), None)
     if run is None:
         return None
-    with reading(run):
+    with reading_queries(run):
         events = {e["client"]: e for e in run.clients if e["name"] == FIT and "probe" in e}
         clients = sorted(events)
         counts = [run.start["label_counts"][c] for c in clients]
@@ -68,7 +68,7 @@ def probed(groups: Sequence[Group]) -> Html | None:
 
 
 @contextmanager
-def reading(run: Run) -> Iterator[None]:
+def reading_queries(run: Run) -> Iterator[None]:
     """What is not as it was written raises CorruptFile with the journal's name."""
     try:
         yield
@@ -94,7 +94,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
     for group in groups:
         points = []
         for run in group.started:
-            with reading(run):
+            with reading_queries(run):
                 points += [(a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)]
         if not points:
             continue
@@ -123,7 +123,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         )
     x = {"title": {"text": "gain on classes asked for"}, **PER_CENT}
     y = {"title": {"text": "forgetting of own classes"}, **PER_CENT}
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT, hovermode="closest")}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest")}
 
 
 def _bars(groups: Sequence[Group]) -> list[Html | None]:
@@ -134,7 +134,7 @@ def _bars(groups: Sequence[Group]) -> list[Html | None]:
         run = next((r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None)
         if run is None:
             continue
-        with reading(run):
+        with reading_queries(run):
             clients = [a["client"] for a in _answers(run)][:MOST_CLIENTS]
             if not clients or (names and [f"client {c}" for c in clients] != names):
                 continue
@@ -167,7 +167,7 @@ def _client(run: Run, client: int) -> Figure:
         for i, e in enumerate(stages)
     ]
     axes = {"xaxis": {"type": "category"}, "yaxis": {**PER_CENT, "range": [0, 1]}}
-    return {"data": data, "layout": {**layout(**axes, height=HEIGHT), "barmode": "group"}}
+    return {"data": data, "layout": {**layout(**axes, height=QUERY_HEIGHT), "barmode": "group"}}
 
 
 def _totals(run: Run) -> list[int]:
@@ -176,7 +176,7 @@ def _totals(run: Run) -> list[int]:
 
 def _epochs(run: Run) -> Figure:
     data: list[Figure] = []
-    with reading(run):
+    with reading_queries(run):
         alone = {a["client"]: a["average_accuracy_before"] for a in _last(run).get("answers") or []}
         for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
             scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
@@ -192,7 +192,7 @@ def _epochs(run: Run) -> Figure:
                 {**line, "name": f"{name} alone", "x": [1, len(scores)], "y": level, "line": dots, "showlegend": False}
             )
     x, y = {"title": {"text": "epoch of both phases"}}, {**PER_CENT}
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT)}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT)}
 
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:

@@ -33,7 +33,7 @@ CLIENT = ("seconds", "seconds_training", "seconds_measuring", "client", "round")
 """What is read of a client's event; each a number, or null."""
 
 
-def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
+def check_events(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
     """Raises CorruptFile naming the journal and the first event that is not what the reader relies on."""
     if (rounds or clients) and not start:
         raise CorruptFile(f"{path} has rounds but no start event; restore the file")

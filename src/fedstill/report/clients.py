@@ -7,23 +7,23 @@ from typing import Any
 
 from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded
 from fedstill.report.groups import Group
-from fedstill.report.markup import Cell, Html, figure, folded, grid, section, sentence, table
+from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.summary import NONE
 
-KINDS = {"private": "its own held-out examples", "public": "the public images"}
-MOST = 40
+MEASURED_ON = {"private": "its own held-out examples", "public": "the public images"}
+MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
 
 def clients(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy by client and architecture; None if no run measured it."""
-    some = [g for g in groups if any(_last(g, f"{k}_by_client") for k in KINDS)]
-    if not some or len(_ids(some)) > MOST:
+    some = [g for g in groups if any(_last(g, f"{k}_by_client") for k in MEASURED_ON)]
+    if not some or len(_ids(some)) > MOST_DRAWN:
         return None
     bars = [
         figure([_bars(some, style, kind)], f"After the last round, on {what}.", f"Accuracy on {kind} data by client")
-        for kind, what in KINDS.items()
+        for kind, what in MEASURED_ON.items()
         if any(_last(g, f"{kind}_by_client") for g in some)
     ]
     if any(g.values("accuracy") for g in some):
@@ -36,14 +36,14 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     courses = [
         figure([_course(g, kind)], saw, f"{g.label}: {kind} accuracy by round")
         for g in some
-        for kind in KINDS
+        for kind in MEASURED_ON
         if _rounds(g, kind)
     ]
-    head: list[Cell] = ["client", "network", *(f"{g.label}: {k} [%]" for g in some for k in KINDS)]
+    head: list[Cell] = ["client", "network", *(f"{g.label}: {k} [%]" for g in some for k in MEASURED_ON)]
     lines: list[list[Cell]] = [[c, _network(some, c), *_cells(some, c)] for c in _ids(some)]
     sent = _sent(some)
     parts = [
-        table(head, lines, "numbers wide"),
+        html_table(head, lines, "numbers wide"),
         grid(bars, "small"),
         sentence(sent) if sent else None,
         folded("Round by round", grid(courses)) if courses else None,
@@ -64,7 +64,7 @@ def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _ids(groups: Sequence[Group]) -> list[str]:
-    ids = {c for g in groups for k in KINDS for c in _last(g, f"{k}_by_client")}
+    ids = {c for g in groups for k in MEASURED_ON for c in _last(g, f"{k}_by_client")}
     return sorted(ids, key=int)
 
 
@@ -81,7 +81,7 @@ def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -
 def _cells(groups: Sequence[Group], client: str) -> list[Cell]:
     out: list[Cell] = []
     for group in groups:
-        for kind in KINDS:
+        for kind in MEASURED_ON:
             after, before = (_last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before"))
             small = "" if before is None else f"<small>{100 * before:.1f} → </small>"
             out.append(NONE if after is None else Html(f"{small}{100 * after:.1f}"))

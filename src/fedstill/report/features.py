@@ -18,7 +18,7 @@ CLASSES = (
 
 GLOBALS = {"received": "#6B7280", "aggregated": "#D7263D"}
 BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
-NONE = {"visible": False}
+HIDDEN_AXIS = {"visible": False}
 SEEN = 0.01
 """Below this share of the highest bump nothing is drawn: there the circle is bare."""
 
@@ -108,7 +108,7 @@ def _places(look: Look, by: str) -> Figure:
 
 def on_plane(traces: Sequence[dict[str, Any]]) -> Figure:
     """Points without axes, as t-SNE's have no units."""
-    about = layout(height=460, hovermode="closest", xaxis=NONE, yaxis={**NONE, "scaleanchor": "x"})
+    about = layout(height=460, hovermode="closest", xaxis=HIDDEN_AXIS, yaxis={**HIDDEN_AXIS, "scaleanchor": "x"})
     return {"data": list(traces), "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
 
 
@@ -140,7 +140,7 @@ def _circles(look: Look) -> Figure:
                 traces.append(_ring(3.2 * i, radius, class_colour(c), plain(class_name(look, c))))
             notes.append({"text": plain(name), "x": 3.2 * i, "y": 0, "showarrow": False})
     span = [-1.6, 3.2 * (len(models) - 1) + 1.6]
-    axes = {"xaxis": {**NONE, "range": span}, "yaxis": {**NONE, "scaleanchor": "x", "range": [-1.6, 1.6]}}
+    axes = {"xaxis": {**HIDDEN_AXIS, "range": span}, "yaxis": {**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]}}
     return {
         "data": traces,
         "layout": {**layout(height=280, hovermode="closest", showlegend=False, **axes), "annotations": notes},

@@ -15,7 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 PERCENT = {"tickformat": ".0%"}
 SHARE = {"tickformat": ".1f"}
-DIGITS = 5
+DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
 """How many groups a figure names within itself; of more, the page shows a key."""
@@ -93,7 +93,7 @@ def layout(**more: Any) -> dict[str, Any]:
 
 def rounded(value: float) -> float:
     """A number with as many digits as a figure shows."""
-    return round(value, DIGITS)
+    return round(value, DECIMALS)
 
 
 def _band(group: Group, style: Style, series: Series) -> list[dict[str, Any]]:

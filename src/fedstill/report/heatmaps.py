@@ -37,7 +37,7 @@ class Split:
         return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts)} clients)"
 
 
-def measured(group: Group) -> bool:
+def has_class_accuracy(group: Group) -> bool:
     """Whether any class of any round has an accuracy."""
     rows = [row for run in group.started for row in run.class_accuracy().values()]
     return any(value is not None for row in rows for value in row)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.figures import COLOURS, PERCENT, Figure, layout, plain, rounded
-from fedstill.report.groups import Group, differing, labels_of, method_of
+from fedstill.report.groups import Group, differing, group_labels, method_of
 from fedstill.report.markup import Html, figure, grid, section, sentence
 
 NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
-SAYS = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
+MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
 
 
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
@@ -43,7 +43,7 @@ def _figures(groups: Sequence[Group], table: str) -> list[Html]:
         if not series:
             continue
         name = key.rpartition(".")[2]
-        hint = f" ({SAYS[name]})" if name in SAYS and table == "partition" else ""
+        hint = f" ({MORE_UNEVEN[name]})" if name in MORE_UNEVEN and table == "partition" else ""
         for measure, title in (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")):
             says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
             beside = _beside(groups, series) if table == "method" else []
@@ -79,7 +79,7 @@ def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Gr
             rest = json.dumps({k: v for k, v in group.settings.items() if k != key}, sort_keys=True, default=str)
             buckets.setdefault(rest, []).append((float(group.settings[key]), group))
     kept = [b for b in buckets.values() if len(b) > 1]
-    names = labels_of([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
+    names = group_labels([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
     return {name: sorted(b, key=lambda pair: pair[0]) for name, b in zip(names, kept, strict=True)}
 
 

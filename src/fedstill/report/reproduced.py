@@ -12,12 +12,12 @@ from rich.text import Text
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report.numbers import COLUMNS, Spread, spread
-from fedstill.report.runs import read
+from fedstill.report.runs import read_run
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import table
-from fedstill.report.terminal import tables as parts
+from fedstill.report.terminal import table_in_parts as parts
 
-TITLES = {m.key: m.title for m in COLUMNS} | {
+COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
     "accuracy": "accuracy",
     "forgetting": "F",
     "query_average_accuracy": "average",
@@ -32,7 +32,7 @@ LAST_TEN = "mean_accuracy_last_10"
 """Beside the accuracy of the last round, where there are more than ten: rounds differ much on uneven data."""
 
 
-def tables(
+def paper_tables(
     recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
 ) -> Iterator[RenderableType]:
     """The title, what makes it a reduced run if anything does, and one table for each column.
@@ -63,7 +63,7 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
     for row in rows:
         own = [v.folder for v in runs if v.label == f"{row} | {column}" and (v.folder / "summary.json").is_file()]
         for key, printed in recipe.published.get((row, column), Published()).measured.items():
-            curves = [read(folder).curve(key) for folder in own]
+            curves = [read_run(folder).curve(key) for folder in own]
             found = spread([curve[max(curve)] for curve in curves if curve])
             said = found.text(1, 3) if found else NONE
             yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(found.runs if found else 0)]
@@ -71,7 +71,7 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
 
 def _head(recipe: Recipe, long: bool) -> list[str]:
     """Measures in percent; Δ is the difference of the first to the first row, in points, over the seeds both have."""
-    first, *others = (TITLES.get(m, m) for m in recipe.measures)
+    first, *others = (COLUMN_TITLES.get(m, m) for m in recipe.measures)
     named = [] if recipe.measures[0] == "accuracy" else [first]
     head = [
         "",

@@ -18,11 +18,11 @@ from fedstill.report.markup import (
     figure,
     folded,
     grid,
+    html_table,
     key,
     labelled,
     section,
     sentence,
-    table,
 )
 from fedstill.report.measured import seconds as seconds_of
 from fedstill.report.numbers import Column
@@ -31,7 +31,7 @@ from fedstill.report.summary import NONE, Row, columns, rows
 MOST_REASONS = 12
 
 
-def results(groups: Sequence[Group], style: Style) -> Html:
+def results_section(groups: Sequence[Group], style: Style) -> Html:
     """The table of measures."""
     found = rows(groups)
     shown = columns(found)
@@ -48,7 +48,7 @@ def results(groups: Sequence[Group], style: Style) -> Html:
     return section(
         "Results",
         sentence(says),
-        table(head, body, "numbers wide"),
+        html_table(head, body, "numbers wide"),
         Html(f'<p class="legend" style="margin-top:10px">{escape(legend)}</p>'),
         name="results",
     )
@@ -77,7 +77,7 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
 
 def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     """Class-wise accuracy by round; None if it was not measured."""
-    some = [g for g in groups if heatmaps.measured(g)]
+    some = [g for g in groups if heatmaps.has_class_accuracy(g)]
     if not some:
         return None
     views = heatmaps.views(some)
@@ -103,7 +103,7 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Which classes are remembered", sentence(says), *parts, name="classes")
 
 
-def split(groups: Sequence[Group]) -> Html | None:
+def split_section(groups: Sequence[Group]) -> Html | None:
     """How the data are dealt out; None if no run has started."""
     found = heatmaps.splits(groups)
     if not found:
@@ -129,11 +129,11 @@ def settings(groups: Sequence[Group], style: Style) -> Html:
     if keys:
         head: list[Cell] = ["setting", *(labelled(g, style) for g in groups)]
         body = [[k, *(said(s.get(k, UNSET)) for s in every)] for k in keys]
-        parts = [sentence("The settings in which the groups differ."), table(head, body, "settings")]
+        parts = [sentence("The settings in which the groups differ."), html_table(head, body, "settings")]
     elif len(groups) == 1:
         parts = [sentence("There is one group only: its runs differ in their seed at most.")]
     every_equal = folded(
-        f"{len(equal)} settings that are equal in all runs", table(["setting", "value"], equal, "settings")
+        f"{len(equal)} settings that are equal in all runs", html_table(["setting", "value"], equal, "settings")
     )
     return section("Settings", *parts, every_equal, folded("All runs", _runs(groups)), name="settings")
 
@@ -179,7 +179,7 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     says = "Replies of clients that failed, or whose numbers were refused; their rounds went on without them."
     head: list[Cell] = ["", "reason", "times", "clients", "rounds"]
-    return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
+    return section("Failures", sentence(says), html_table(head, lines, "wide"), name="failures")
 
 
 def _cell(row: Row, measure: Column) -> Cell:
@@ -196,7 +196,7 @@ def _runs(groups: Sequence[Group]) -> Html:
             state += ", left out: this seed is there already" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
             body.append([str(run.folder), group.label, str(run.seed), f"{reached} of {run.asked}", state])
-    return table(head, body, "settings")
+    return html_table(head, body, "settings")
 
 
 def _ids(events: Sequence[dict[str, object]], key: str) -> str:

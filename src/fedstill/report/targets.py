@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedstill.report.figures import Style, over
 from fedstill.report.groups import Group
-from fedstill.report.markup import Cell, Html, figure, key, labelled, section, sentence, table
+from fedstill.report.markup import Cell, Html, figure, html_table, key, labelled, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.runs import Run
 from fedstill.report.series import over_seeds, trained
@@ -35,7 +35,7 @@ def targets(groups: Sequence[Group], style: Style) -> Html | None:
     drawn = figure([over(some, style, trained, "seconds of training")], times, "Accuracy by seconds of training")
     parts = [sentence(says), key(some, style), drawn]
     if goals:
-        parts += [sentence(reached), table(head, body, "numbers wide")]
+        parts += [sentence(reached), html_table(head, body, "numbers wide")]
     return section("Time to target", *parts, name="targets")
 
 

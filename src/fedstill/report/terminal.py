@@ -69,7 +69,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1,
     return out
 
 
-def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+def table_in_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
     """A table whose first column holds text, in as many parts as ``width`` columns need; each begins with the first."""
     needs = [max([*(len(word) for word in c.split()), *(len(row[i]) for row in rows)]) for i, c in enumerate(columns)]
     if sum(max(n, len(c)) + GAP for n, c in zip(needs, columns, strict=True)) - GAP <= width:
@@ -84,7 +84,7 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
         yield table([columns[k] for k in part], [[row[k] for k in part] for row in rows], narrow=True)
 
 
-def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
+def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
     """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more."""
     room = max(10, width - 40)
     grouped = -(-len(classes) // room)
@@ -104,7 +104,7 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 
     return text
 
 
-def results(compared: Sequence[Group]) -> Table:
+def comparison_table(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")

@@ -14,7 +14,7 @@ LAYERS = {"last hidden layer": "features", "classifier": "classifier"}
 FAINTEST = 0.15
 
 
-def weights(groups: Sequence[Group], style: Style) -> Html | None:
+def weight_changes(groups: Sequence[Group], style: Style) -> Html | None:
     """Alignment, divergence and diversity by round; None if none of them was measured."""
     figures, parts = [], [key(groups, style)]
     if measured(groups, "alignment/layers/features/local"):

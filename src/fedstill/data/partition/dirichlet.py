@@ -21,7 +21,7 @@ from fedstill.fields import Count, Positive, Seed
 from fedstill.keys import numpy_generator
 
 Stream = Literal["official", "fast"]
-BATCH = 64
+DRAWS_AT_ONCE = 64
 """Draws of sizes that the fast stream makes at once."""
 
 
@@ -107,8 +107,8 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
 
 def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
     rng = numpy_generator(seed)
-    for start in range(0, max_tries, BATCH):
-        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(BATCH, max_tries - start))
+    for start in range(0, max_tries, DRAWS_AT_ONCE):
+        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(DRAWS_AT_ONCE, max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
         if len(accepted):
             first = int(accepted[0])

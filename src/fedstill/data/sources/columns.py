@@ -16,7 +16,7 @@ from PIL import Image
 from fedstill.data.sources.decoded import Decoded
 from fedstill.errors import DataError
 
-BATCH = 1000
+ROWS_AT_ONCE = 1000
 USUAL_LABELS = ("label", "fine_label")
 MODES = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "RGB": "RGB", "RGBA": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}
 """What a kind of image is decoded to; a kind that is not listed has no 8-bit form to be read in."""
@@ -80,7 +80,7 @@ def _rows(what: str, stream: Any, image: str, label: str, size: int | None) -> t
     stream = stream.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
     blocks: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
-    for batch in stream.iter(batch_size=BATCH):
+    for batch in stream.iter(batch_size=ROWS_AT_ONCE):
         first = blocks[0][0] if blocks else None
         blocks.append(_stack(what, batch[image], len(labels), first, size))
         labels += batch[label]

@@ -17,7 +17,7 @@ BLOCK = 4096
 """Images hashed at once, so that no second copy of a large data set is made."""
 
 
-def checked(name: str, data: Decoded, known: Known | None = None) -> Decoded:
+def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
     """``data`` with class names filled in; DataError with the first thing wrong, and what to do.
 
     Anything: a train and a test split, equal shapes, every label the id of a class. A known data set: its sizes, its

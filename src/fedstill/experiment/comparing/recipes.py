@@ -22,7 +22,7 @@ USUAL = ("accuracy", "forgetting")
 """What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
 
 
-APART = ("measured", "clients")
+BESIDE_VALUES = ("measured", "clients")
 """What a cell may hold beside its numbers in percent."""
 
 ONLY = "only"
@@ -110,17 +110,17 @@ class Recipe:
         return base.with_name(f"{base.name}-reduced-{key}")
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The recipes there are, as ``paper/table``."""
     root = resources.files("fedstill.recipes")
     folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_")]
     return sorted(f"{f.name}/{t.name.removesuffix('.toml')}" for f in folders for t in f.iterdir() if _is_toml(t))
 
 
-def load(name: str) -> Recipe:
+def load_recipe(name: str) -> Recipe:
     """A recipe by its name; raises UnknownName with the nearest one."""
-    if name not in names():
-        raise UnknownName("recipe", name, names())
+    if name not in recipe_names():
+        raise UnknownName("recipe", name, recipe_names())
     paper, _, table = name.partition("/")
     text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
     tree = tomllib.loads(text)
@@ -131,11 +131,11 @@ def load(name: str) -> Recipe:
     published: dict[tuple[str, str], Published] = {}
     for row, cells in tree["published"].items():
         for column, cell in cells.items():
-            strange = sorted(set(cell) - {*measures, "spread", *APART})
+            strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
             if strange:
                 raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
-            values = {k: v for k, v in cell.items() if k not in APART}
-            published[row, column] = Published(values, **{k: cell[k] for k in APART if k in cell})
+            values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
+            published[row, column] = Published(values, **{k: cell[k] for k in BESIDE_VALUES if k in cell})
     only = {row: setting.pop(ONLY) for row, setting in tree["rows"].items() if ONLY in setting}
     strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
     if strange:

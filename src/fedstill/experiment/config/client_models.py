@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.named import fields_of
+from fedstill.experiment.config.named_tables import fields_of
 from fedstill.fields import checked, shown
 
 KEY = "clients.models"

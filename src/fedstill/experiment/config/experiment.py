@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.tables import TopKeys
 from fedstill.fields import shown

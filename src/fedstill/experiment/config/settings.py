@@ -9,7 +9,7 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.experiment.config.named import Named
+from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.fields import Count, as_table
 from fedstill.method import Method

@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers
-from fedstill.metrics.alignment import alignment, preferred_classes
 from fedstill.metrics.local_models import over_clients
+from fedstill.metrics.unit_alignment import alignment, preferred_classes
 from fedstill.records import Tensors
 from fedstill.registry import register
 

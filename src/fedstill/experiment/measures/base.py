@@ -23,7 +23,7 @@ from fedstill.metrics.values import Values
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
 
-MEASURES = "measures"
+MEASURES_FOLDER = "measures"
 """The folder in a run's directory for what measures keep beside the journal."""
 
 Numbers = Mapping[str, Any]
@@ -85,9 +85,9 @@ class Room:
         """Write tensors to a file under ``measures/`` and return its name for the journal; empty without a folder."""
         if self.folder is None:
             return ""
-        make_folder(self.folder / MEASURES)
+        make_folder(self.folder / MEASURES_FOLDER)
         own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        write_whole(self.folder / MEASURES / f"{name}.safetensors", safetensors.torch.save(own))
+        write_whole(self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own))
         return f"{name}.safetensors"
 
     @property
@@ -206,7 +206,7 @@ def layers(room: Room, params: Tensors, images: Examples) -> dict[str, Tensor]:
     return {"features": features, "classifier": logits}
 
 
-def rounded(numbers: Tensor, digits: int) -> list[Any]:
+def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     """A tensor as nested lists of rounded numbers."""
 
     def each(value: Any) -> Any:

@@ -42,7 +42,7 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MeasuredRun:
     """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here."""
 
     method: Method
@@ -53,7 +53,7 @@ class Setting:
     tested: bool = True
 
 
-def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
+def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
     """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or setting lacks."""
     for name, measure in chosen.items():
         why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
@@ -61,7 +61,7 @@ def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
             raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
 
 
-def _lacks(need: str, setting: Setting) -> str:
+def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
     if need == "queries" and not world.queries:
         return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
@@ -87,7 +87,7 @@ def _lacks(need: str, setting: Setting) -> str:
     return ""
 
 
-def _sends_models(stage: Stage, setting: Setting) -> bool:
+def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
     client = stage.clients[0]
     return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.metrics.divergence import distribution_distance, weight_divergence
+from fedstill.metrics.distances import distribution_distance, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
 from fedstill.registry import register

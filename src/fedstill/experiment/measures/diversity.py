@@ -9,7 +9,7 @@ import torch
 from fedstill.data.inputs import SHARD
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.losses import cross_entropy
-from fedstill.metrics.divergence import gradient_diversity
+from fedstill.metrics.distances import gradient_diversity
 from fedstill.models import contract
 from fedstill.records import Examples, Tensors
 from fedstill.registry import register

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers, named_models
-from fedstill.metrics.alignment import preferred_classes
+from fedstill.metrics.unit_alignment import preferred_classes
 from fedstill.registry import register
 
 MODELS = 10

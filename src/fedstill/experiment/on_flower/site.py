@@ -12,14 +12,14 @@ import torch
 from filelock import FileLock
 
 from fedstill.data.examples import Dataset
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
@@ -162,7 +162,7 @@ class Clerk:
     def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
         if not self.site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
-        own = load(self.site.data)
+        own = load_dataset(self.site.data)
         train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
         public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)

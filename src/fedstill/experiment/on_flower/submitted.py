@@ -9,8 +9,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.deploy import programs
-from fedstill.deploy.folder import Federation
-from fedstill.deploy.folder import load as load_federation
+from fedstill.deploy.folder import Federation, load_federation
 from fedstill.errors import DeployFailed
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.progress import Progress
@@ -81,7 +80,7 @@ def _follow(federation: Federation, run: str, rounds: int, folder: Path, watch: 
 
 def _rounds(folder: Path) -> list[Any]:
     path = folder / "journal.jsonl"
-    return [e for e in journals.read(path) if e["event"] == "round"] if path.is_file() else []
+    return [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
 
 
 def _raise_if_ended(federation: Federation, run: str, folder: Path) -> None:

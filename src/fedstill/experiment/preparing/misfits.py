@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedstill.data.views import SimulatedSites
+from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.measures.choose import Setting, check_fit, measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
 from fedstill.models import contract
@@ -21,7 +21,7 @@ ASKED_OF_MODELS = {
 """What a method may need of a model: in words, and what would give it."""
 
 
-def refuse_misfits(settings: Settings, world: RunWorld, sites: SimulatedSites) -> None:
+def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
     """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would help."""
     method = settings.method
     name, kind = settings.named.method.name, settings.named.topology.name
@@ -54,12 +54,12 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SimulatedSites) -
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested = sites.common_test is not None
-    setting = Setting(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
+    setting = MeasuredRun(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 
 
-def _check_public_labels(settings: Settings, sites: SimulatedSites, stages: set[str]) -> None:
+def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         raise IncompatibleMethod(
@@ -68,7 +68,7 @@ def _check_public_labels(settings: Settings, sites: SimulatedSites, stages: set[
         )
 
 
-def _check_runs(spec: ModelSpec, sites: SimulatedSites) -> None:
+def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
     """Build a model and give it two images, so that an error is one clear line now and not a failed client later."""
     some = sites.train.images[:2]
     images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))

@@ -9,8 +9,8 @@ import torch
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
-from fedstill.data.sources import load
-from fedstill.data.views import SimulatedSites
+from fedstill.data.sources import load_dataset
+from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
@@ -40,7 +40,7 @@ class Prepared:
     settings: Settings
     dataset: Dataset
     world: RunWorld
-    sites: SimulatedSites
+    sites: SiteViews
 
     def engine(
         self, memory: Memory | None = None, *, serial: bool = False, measured: bool = True, reuse: bool = True
@@ -101,13 +101,13 @@ def sites_of(
     public: Examples | None = None,
     test: Examples | None = None,
     own_test: Examples | None = None,
-) -> SimulatedSites:
+) -> SiteViews:
     """Where a run's data are, on its device: each client's part of ``train``, the public and the common test set."""
 
     def there(examples: Examples | None) -> Examples | None:
         return None if examples is None else examples.to(settings.device)
 
-    return SimulatedSites(
+    return SiteViews(
         train=train.to(settings.device),
         parts=parts,
         classes=world.classes,
@@ -130,7 +130,7 @@ def read_data(settings: Settings) -> Dataset:
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
-    return load(data.name, folder=data.folder or None, **columns)
+    return load_dataset(data.name, folder=data.folder or None, **columns)
 
 
 def _no_data(settings: Settings) -> Dataset:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstill.data.examples import Dataset
 from fedstill.data.partition import public_split
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
@@ -50,7 +50,7 @@ def copied(
     if source == NOISE:
         public = _noise(settings, shape, mean, std)
     elif copy:
-        public = load(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
+        public = load_dataset(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
     return _as_shown(settings, public)
 
 
@@ -87,7 +87,7 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         found, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load(source, folder=folder or None)
+        other = load_dataset(source, folder=folder or None)
         found, theirs = other.train, len(other.classes)
     if data.public_resize:
         found = Examples(_resized(found.images, shape), found.labels)

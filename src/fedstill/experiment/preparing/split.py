@@ -58,7 +58,7 @@ def queries_of(settings: Settings, counts: Tensor) -> queries.Queries:
         written = {int(client): classes for client, classes in table.classes.items()}
         if settings.on_sites:
             return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
-        return queries.check(written, counts, table.fewer_than)
+        return queries.check_queries(written, counts, table.fewer_than)
     if settings.on_sites:
         raise ConfigError("query.draw: nobody sees what sites hold; write [query.classes]")
     seed = settings.seed if table.seed is None else table.seed

@@ -22,7 +22,7 @@ from fedstill.wire.codec import decode, encode
 
 log = logging.getLogger("fedstill.checkpoint")
 
-KEPT = 3
+CHECKPOINTS_KEPT = 3
 """How many checkpoints are kept."""
 
 
@@ -165,11 +165,11 @@ class Checkpoints:
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()
-        for name in names[-KEPT:]:
+        for name in names[-CHECKPOINTS_KEPT:]:
             for manifest in self._whole(name):
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
-        for name in names[:-KEPT]:
+        for name in names[:-CHECKPOINTS_KEPT]:
             remove(self.folder / name)
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:

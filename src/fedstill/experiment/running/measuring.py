@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.passes import correct_by_class
-from fedstill.errors import FedstillError, on_one_line
+from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.evaluation import evaluated, images_by_class
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
+from fedstill.origin import reason
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
@@ -211,25 +212,10 @@ class Measuring:
         return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-        """Accuracy of the first predictor, and of further ones under ``others``; clients' own all stand there."""
-        test, totals = self.prepared.sites.common_test, self._totals()
-        if test is None or not predictors:
-            return {"accuracy": None, "class_accuracy": [None] * len(totals)}
-        found = {}
-        for name, predict in predictors.items():
-            right = correct_by_class(predict, test, self.prepared.sites.inputs, len(totals))
-            by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
-            found[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
-        first, *others = found
-        if first.startswith("client "):
-            return {"accuracy": None, "class_accuracy": [None] * len(totals), "others": found}
-        return {**found[first], **({"others": {n: found[n] for n in others}} if others else {})}
+        return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
 
     def _totals(self) -> list[int]:
-        test = self.prepared.sites.common_test
-        if test is None:
-            return [0] * self.prepared.world.classes
-        return torch.bincount(test.labels, minlength=self.prepared.world.classes).tolist()
+        return images_by_class(self.prepared.sites, self.prepared.world.classes)
 
 
 def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
@@ -239,7 +225,7 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
         raise
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
-        raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:

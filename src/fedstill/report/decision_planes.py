@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedstill.experiment.measures.boundaries import STEPS
-from fedstill.report.features import CLASSES, class_colour
+from fedstill.report.features import BARE, CLASSES, class_colour
 from fedstill.report.figures import Figure, Style, layout, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, figure, grid, labelled, section, sentence
 from fedstill.report.measured import Look, looks, matrix, reading
 
-TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
-HEIGHT = 400
-BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
+STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
+PLANE_HEIGHT = 400
 
 
 def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
@@ -42,7 +41,7 @@ def _of_last_round(group: Group) -> list[Look]:
 
 
 def _stage(look: Look) -> Html:
-    title = TITLES.get(str(look.event["name"]), str(look.event["name"]))
+    title = STAGE_TITLES.get(str(look.event["name"]), str(look.event["name"]))
     with reading(look):
         plane, bar = _plane(look), _accuracies(look)
         axes = {
@@ -51,7 +50,7 @@ def _stage(look: Look) -> Html:
             "xaxis2": {"type": "category", "anchor": "y2", "automargin": True},
             "yaxis2": {**BARE, "type": "category", "domain": [0, 0.1]},
         }
-        drawn = {"data": [*plane, bar], "layout": layout(height=HEIGHT, hovermode="closest", **axes)}
+        drawn = {"data": [*plane, bar], "layout": layout(height=PLANE_HEIGHT, hovermode="closest", **axes)}
         return figure([drawn], f"{look.place}, client {look.event['client']}", title)
 
 

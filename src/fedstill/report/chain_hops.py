@@ -15,11 +15,13 @@ from fedstill.report.markup import Html, figure, grid, key, labelled, section, s
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.series import Series, of_runs
 
-SAYS = "A hop is one client's training: its model goes to the next client. Only hops of measured rounds are drawn."
+ABOUT_HOPS = (
+    "A hop is one client's training: its model goes to the next client. Only hops of measured rounds are drawn."
+)
 MAP = "Each column is a hop, each row a class, the colour the accuracy of the model after that client (first seed)."
 ALIKE = "Cosine of the class accuracies of successive models: 1 means good at the same classes as the one before."
 LOST = "How far the classes are below the best accuracy after any earlier client, on average. Lower is better."
-KEPT = (
+ABOUT_DRIFT = (
     "Accuracy on a client's own training data of the model it left (solid) and of the next client's (dotted). The gap "
     "is what one client's training undoes of the last one's."
 )
@@ -57,7 +59,7 @@ class Hops:
 
 def chain(groups: Sequence[Group], style: Style) -> Html | None:
     """Class accuracy, consistency, forgetting and drift by hop; None if no run measured a chain."""
-    found = [(g, hops) for g in groups if (hops := read(g))]
+    found = [(g, hops) for g in groups if (hops := read_hops(g))]
     if not found:
         return None
 
@@ -70,7 +72,7 @@ def chain(groups: Sequence[Group], style: Style) -> Html | None:
     figures = [
         figure([drawn(lambda h: h.alike, SHARE)], ALIKE, "Consistency of successive models"),
         figure([drawn(lambda h: h.lost, PERCENT)], LOST, "Forgetting F along the chain"),
-        figure([drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], KEPT, "Model drift"),
+        figure([drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], ABOUT_DRIFT, "Model drift"),
     ]
     maps = [
         figure([class_map(hops[0].columns, g.classes, "hop")], f"{g.label}: {MAP}", labelled(g, style))
@@ -79,11 +81,11 @@ def chain(groups: Sequence[Group], style: Style) -> Html | None:
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
     names = key([g for g, _ in found], style)
-    parts = [sentence(SAYS), names, grid(figures, "small"), sentence(MAP), scale, grid(maps, "small")]
+    parts = [sentence(ABOUT_HOPS), names, grid(figures, "small"), sentence(MAP), scale, grid(maps, "small")]
     return section("Along the chain", *parts, name="chain")
 
 
-def read(group: Group) -> list[Hops]:
+def read_hops(group: Group) -> list[Hops]:
     """The hops of each of a group's runs that measured any."""
     found: dict[int, Hops] = {}
     for look in looks(group, "chain"):

@@ -15,7 +15,7 @@ SIDES = {
     "in": ("In-local accuracy", "On classes in the proportions of the client's own data."),
     "out": ("Out-local accuracy", "On the classes that the client lacks or has little of."),
 }
-APART = 0.06
+BAR_SHIFT = 0.06
 """How far, in epochs, the error bars of one group stand from those of the next."""
 
 
@@ -69,7 +69,7 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
         if not means:
             continue
         most = max(most, len(means))
-        colour, shift = style.colour(visit.group), APART * (i - (len(visits) - 1) / 2)
+        colour, shift = style.colour(visit.group), BAR_SHIFT * (i - (len(visits) - 1) / 2)
         bars = {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": colour}
         data.append(
             {

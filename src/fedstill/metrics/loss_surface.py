@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstill.records import Tensors
 
-Loss = Callable[[Tensors], Tensor]
+LossOfWeights = Callable[[Tensors], Tensor]
 """The mean loss () of parameters on some fixed examples."""
 
 
@@ -46,13 +46,15 @@ def moved(params: Tensors, steps: Sequence[tuple[float, Tensors]]) -> dict[str, 
     return out
 
 
-def plane(loss: Loss, params: Tensors, a: Tensors, b: Tensors, axis: Sequence[float]) -> list[list[float]]:
+def plane(loss: LossOfWeights, params: Tensors, a: Tensors, b: Tensors, axis: Sequence[float]) -> list[list[float]]:
     """The loss at params + x a + y b: one row for each y of the axis, one value for each x."""
     with torch.no_grad():
         return [[float(loss(moved(params, [(x, a), (y, b)]))) for x in axis] for y in axis]
 
 
-def under_noise(loss: Loss, params: Tensors, noises: Sequence[Tensors], scales: Sequence[float]) -> list[float]:
+def under_noise(
+    loss: LossOfWeights, params: Tensors, noises: Sequence[Tensors], scales: Sequence[float]
+) -> list[float]:
     """The loss under noise of each scale, mean over the draws: (scales,).
 
     Source: FedNTD, figure 14.
@@ -62,7 +64,7 @@ def under_noise(loss: Loss, params: Tensors, noises: Sequence[Tensors], scales: 
 
 
 def curvature(
-    loss: Loss, params: Tensors, trained: Iterable[str], draw: torch.Generator, top: int = 2, most: int = 30
+    loss: LossOfWeights, params: Tensors, trained: Iterable[str], draw: torch.Generator, top: int = 2, most: int = 30
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The Hessian's eigenvalues of largest size, with their eigenvectors of norm 1, by power iteration.
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.matching.layer import Array, Matched, Places, Setting, match
-from fedstill.models.chain import plain_chain
+from fedstill.matching.layer import Array, Matched, MatchingSettings, Places, match
 from fedstill.models.contract import module
+from fedstill.models.layer_chain import plain_chain
 from fedstill.records import ModelSpec, Tensors
 
 BIAS_MEAN = 0.1
@@ -33,7 +33,7 @@ class Layer:
 
 
 def match_chains(
-    spec: ModelSpec, models: Sequence[Tensors], shares: Array, setting: Setting, draw: np.random.Generator
+    spec: ModelSpec, models: Sequence[Tensors], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
     """One plain chain of several of a spec; its hidden layers may be wider.
 
@@ -55,7 +55,9 @@ def widened(spec: ModelSpec, params: Tensors) -> ModelSpec:
     return spec if names is None else replace(spec, widths=tuple(len(params[f"{n}.bias"]) for n in names[:-1]))
 
 
-def _from_above(nets: Sequence[list[Layer]], shares: Array, setting: Setting, draw: np.random.Generator) -> list[Layer]:
+def _from_above(
+    nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
+) -> list[Layer]:
     """Fully connected. A unit is its bias and what goes out of it, in the first layer also what comes in.
 
     What goes to a class is as sure as the network's share of that class.
@@ -87,7 +89,7 @@ def _unit(net: Sequence[Layer], c: int, places: Places, width: int) -> Array:
     return np.hstack([into, bias[:, None], inputs_onto(net[c + 1].weight[..., 0].T[..., None], places, width)[..., 0]])
 
 
-def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: Setting) -> Array:
+def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: MatchingSettings) -> Array:
     sums = BIAS_MEAN / setting.prior_variance + sum(
         s * b / setting.variance for s, b in zip(shares, biases, strict=True)
     )
@@ -95,7 +97,9 @@ def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: Setting)
     return out
 
 
-def _from_below(nets: Sequence[list[Layer]], shares: Array, setting: Setting, draw: np.random.Generator) -> list[Layer]:
+def _from_below(
+    nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
+) -> list[Layer]:
     """With convolutions. A unit is what comes into it and its bias; the head is the mean by class share."""
     width = nets[0][0].weight.shape[1]
     places: Sequence[Places] = [np.arange(width) for _ in nets]
@@ -109,7 +113,7 @@ def _from_below(nets: Sequence[list[Layer]], shares: Array, setting: Setting, dr
     return [*found, mean_by_share(heads, shares)]
 
 
-def match_inputs(layers: Sequence[Layer], setting: Setting, draw: np.random.Generator) -> Matched:
+def match_inputs(layers: Sequence[Layer], setting: MatchingSettings, draw: np.random.Generator) -> Matched:
     """Match the units of a layer by what comes into them and their bias, the last number of a vector."""
     units = [np.hstack([layer.weight.reshape(len(layer.bias), -1), layer.bias[:, None]]) for layer in layers]
     size = units[0].shape[1]

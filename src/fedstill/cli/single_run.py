@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedstill.cli.app import Quiet, Settings, app, say
+from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.config.settings import Settings as ExperimentSettings
@@ -17,14 +17,15 @@ DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
 
-@app.command
-def run(
+@app.command(name="run")
+def run_command(
     config: Path,
     *,
     out: Path | None = None,
     set_: Settings = (),
     engine: Literal["serial", "pooled", "flower"] | None = None,
     federation: Path | None = None,
+    debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
     """Run one experiment to its end.
@@ -36,6 +37,7 @@ def run(
     set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
     engine: How stages are carried out, over the file's.
     federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+    debug: End with the traceback of the first client that fails, and of whatever else fails.
     quiet: No progress bar.
     """
     from fedstill.experiment.config.experiment import load
@@ -48,21 +50,22 @@ def run(
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.run(experiment, out, watch=bar)
+            result = runner.run(experiment, out, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
 
 
-@app.command
-def resume(directory: Path, *, quiet: Quiet = False) -> int:
+@app.command(name="resume")
+def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
     """Go on with a run that was stopped or killed, to the same bits as if it had not been.
 
     Parameters
     ----------
     directory: The run's directory.
+    debug: End with the traceback of the first client that fails, and of whatever else fails.
     quiet: No progress bar.
     """
     from fedstill.experiment.progress import Interrupted
@@ -70,9 +73,9 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.resume(directory, watch=bar)
+            result = runner.resume(directory, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
@@ -97,7 +100,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     settings = settle(load(config, set_))
     screen = terminal.console()
     said = _sentences(settings)
-    rows = [(key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.values(settings)]
+    rows = [
+        (key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.resolved_values(settings)
+    ]
     screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
     if split:
         prepared = prepare(settings)
@@ -110,7 +115,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.split(counts, prepared.dataset.classes, min(screen.width, 160)))
+        screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
 
 
@@ -145,7 +150,7 @@ def list_(
 
 def _sentences(settings: ExperimentSettings) -> dict[str, str]:
     """{dotted key: sentence} for the tables that name a registered thing."""
-    from fedstill.experiment.config.named import NAMED
+    from fedstill.experiment.config.named_tables import NAMED
 
     out = {"topology.clients": "Clients in all."}
     for table, (key, _) in NAMED.items():
