@@ -1,7 +1,7 @@
 """The size of the package, and the names in it: what CONTRIBUTING.md asks of both is checked here.
 
-``python tools/house.py`` prints the numbers, and fails on a file or a function that is too long. With ``--names`` it
-fails on a name that occurs twice and on a variable called ``found``, too.
+``python tools/house.py`` prints the numbers. It fails on a file or a function that is too long, on a circle of imports
+and on a name that occurs twice; with ``--found`` on a variable called ``found``, too.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _between_parts(package: str, imports: Mapping[str, set[str]]) -> dict[str, s
     return parts
 
 
-def report(house: House, names_count: bool) -> tuple[str, bool]:
+def report(house: House, found_counts: bool) -> tuple[str, bool]:
     """What is printed of a package, and whether all is as CONTRIBUTING.md asks."""
     files, functions, names, circles = house.files(), house.functions(), house.names(), house.circles()
     long_files = [f for f in files if f.lines > FILE_LINES]
@@ -199,7 +199,7 @@ def report(house: House, names_count: bool) -> tuple[str, bool]:
         ("files with a variable `found`", str(len(found)), found),
     ]
     lines = [line for name, value, more in sections for line in (f"{name:<31}{value}", *(f"  {m}" for m in more))]
-    good = not (long_files or long_functions or circles or (names_count and (twice or found)))
+    good = not (long_files or long_functions or circles or twice or (found_counts and found))
     return "\n".join(lines), good
 
 
@@ -207,9 +207,9 @@ def main(arguments: list[str]) -> int:
     """Print the report on a package; 1 if something in it is not as CONTRIBUTING.md asks."""
     parser = argparse.ArgumentParser(description="What CONTRIBUTING.md asks of files, functions and names.")
     parser.add_argument("package", nargs="?", type=Path, default=Path(__file__).parents[1] / "src" / "fedstill")
-    parser.add_argument("--names", action="store_true", help="fail on names that occur twice, and on `found`, too")
+    parser.add_argument("--found", action="store_true", help="fail on a variable called `found`, too")
     asked = parser.parse_args(arguments)
-    text, good = report(House(asked.package), asked.names)
+    text, good = report(House(asked.package), asked.found)
     print(text)
     return 0 if good else 1
 

@@ -124,7 +124,7 @@ class Method:
 
 @dataclass(frozen=True)
 class OnlyFit(Method):
-    """The stage ``fit`` beside a method that has none: what clients reach alone is measured, and not folded."""
+    """The stage ``fit`` for a method that has none: models trained alone are measured, and not folded."""
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
@@ -143,12 +143,12 @@ ONLY_FIT = OnlyFit()
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """Who says what is done in a stage: the method, or ``ONLY_FIT`` in the stage ``fit`` of a method that has none."""
+    """The method that acts in a stage: ``ONLY_FIT`` in the stage ``fit`` of a method that has none, else the method."""
     return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
 
 
 class Engine(Protocol):
-    """Carries a stage out: how, the engine decides; what, the method."""
+    """Carries a stage out. The method decides what is done, the engine decides how."""
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; a client that fails replies with the reason."""

@@ -44,7 +44,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class WithGuests(RunWorld):
-    """A world in which teachers from files stand behind the clients."""
+    """A world with further teachers, from files; their ids follow those of the clients."""
 
     guests: tuple[Guest, ...] = ()
     own: int = 0
@@ -55,7 +55,7 @@ class WithGuests(RunWorld):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a query.
+    """The answer to a query, and what it changed.
 
     probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares (C,) of the clients
     among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares.
@@ -88,7 +88,7 @@ def ask(
 
     ``changes``: dotted keys of QKT or its plans (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``:
     model files beside the run's own. Where no teacher reaches the threshold, the local model is given back as it is.
-    Raises ConfigError for a query that nobody can answer, for a run without local models, or for a teacher of another
+    Raises ConfigError for a query without an answer, for a run without local models, or for a teacher of another
     class count or image shape; CorruptFile for a file that is damaged.
     """
     prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data)

@@ -1,4 +1,4 @@
-"""Several runs side by side, as many at once as the machine bears; the same command goes on with them."""
+"""Several runs side by side, as many at once as fit on the machine; the same command goes on with them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Outcome:
 
 
 def jobs_that_fit() -> int:
-    """How many runs to do at once: one a core, as far as memory goes."""
+    """How many runs to do at once: one a core, fewer if there is not enough memory."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(cores(), int(free / BYTES_A_RUN)))
 
@@ -104,7 +104,7 @@ Answer = tuple[int, str, str]
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The first that waits for no other run; None if all do."""
+    """The first that does not wait for another run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
     return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
@@ -159,6 +159,6 @@ def check_folder(variant: Variant) -> None:
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
+    """The settings that identify a run: all but an engine with the serial engine's bits, or one that ``auto`` chose."""
     same = settings.engine in SAME_BITS or wanted.engine == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree

@@ -1,4 +1,4 @@
-"""A run that is ready to start: data read and split, models known, misfits refused; its engine is built here alone."""
+"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are built only here."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NO_DATA = "none"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start; its settings name the engine that ``auto`` came to."""
+    """A run that is ready to start; its settings name the engine that ``auto`` has chosen."""
 
     settings: Settings
     dataset: Dataset
@@ -78,7 +78,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
-        reuse_bytes()  # refused now if it is no number
+        reuse_bytes()  # raises now if it is not a number
     dataset = dataset or read_data(settings)
     train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
     test = some_of(dataset.test, settings.data.test_size, "test_size")

@@ -1,4 +1,4 @@
-"""What is measured on the way: after every round, by clients in their stages, and by the run's measures."""
+"""What a run measures: after every round, by clients in their stages, and by the run's measures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Measuring:
         return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
 
     def _networks(self) -> dict[str, Any]:
-        """Who has which network, where they differ."""
+        """Which client has which network, if they differ."""
         world = self.prepared.world
         everyone = range(world.clients)
         if len({world.model(c) for c in everyone}) < 2:
@@ -203,7 +203,7 @@ class Measuring:
         self._acted = [*self._acted, *accepted][-2:]
 
     def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of the clients' queries."""
+        """What clients gained and lost by their queries."""
         world, sites = self.prepared.world, self.prepared.sites
         if not world.queries or not sites.parts:
             return {}
@@ -229,7 +229,7 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
 
 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
-    """Bytes between clients and server; what the server works on itself goes nowhere."""
+    """Bytes between clients and server; what the server computes itself is not sent."""
     return sum(e.get(key, 0) for e in replies if e["client"] != SERVER)
 
 

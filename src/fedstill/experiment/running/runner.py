@@ -56,7 +56,7 @@ def run(
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
     Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
     fails ends the run with ClientFailed, its own exception chained; unset, in tests with ``engine = "serial"`` only.
-    Raises ConfigError and its kin before anything is trained, RunExists for a directory that holds something,
+    Raises a ConfigError before anything is trained, RunExists for a directory that holds something,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
@@ -104,7 +104,7 @@ def resume(
 
 
 def _check_before(settings: Settings, data: Dataset | None) -> None:
-    """Refuse here what would be refused elsewhere, before anything is sent."""
+    """Refuse what the server or Ray would refuse, before anything is sent."""
     if data is not None and elsewhere(settings) == "federation":
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     prepare(settings, data)
@@ -119,7 +119,7 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    tree.pop("stacked_seeds", None)  # of version 0.1: such a run goes on alone, the same up to rounding
+    tree.pop("stacked_seeds", None)  # a key of version 0.1; the run goes on alone, the same up to rounding
     return settle(from_tree(tree, {}, folder))
 
 
@@ -139,7 +139,7 @@ class _Driver:
         self.journal = journals.Journal(self.folder / "journal.jsonl")
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
-        local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
+        local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
         if isinstance(self.engine, SerialEngine):
             self.engine = replace(self.engine, debug=self.debug)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
