@@ -18,11 +18,11 @@ slow: .venv/ready
 
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
-	.venv/bin/python tools/house.py
+	.venv/bin/python tools/house.py --found
 
 # make house: files, lines, the longest of both, circles of imports, names that occur twice.
 house: .venv/ready
-	.venv/bin/python tools/house.py
+	.venv/bin/python tools/house.py --found
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.startup
