@@ -5,7 +5,7 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow lint house bench bench-peers docs clean
+.PHONY: demo test slow lint house grid bench bench-peers docs clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
@@ -19,6 +19,10 @@ slow: .venv/ready
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py --found
+
+# make grid ROWS="avx2,oldest": the suite on other processors, numbers of threads, Pythons and versions; by hand.
+grid: .venv/ready
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python tests/grid.py --rows "$(ROWS)" --pip-args="$(PIP_ARGS)"
 
 # make house: files, lines, the longest of both, circles of imports, names that occur twice.
 house: .venv/ready

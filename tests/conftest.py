@@ -1,4 +1,7 @@
-"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own."""
+"""What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own.
+
+``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``).
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 
+THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
+
+
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
+def _torch_threads() -> None:
+    torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
 
 
