@@ -10,16 +10,15 @@ import os
 import pytest
 import torch
 
+import toys
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 
-THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
-
-
 @pytest.fixture(autouse=True)
 def _torch_threads() -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(toys.THREADS)
     torch.use_deterministic_algorithms(True)
 
 

@@ -93,7 +93,7 @@ def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
         {"model": {"name": "mlp", "hidden": (9,)}},
         {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4, "seed": 3}},
         {"data": {"test_size": 60}},
-        {"threads": (2, 1)},
+        {"threads": (3, 1)},
     ],
     ids=str,
 )
