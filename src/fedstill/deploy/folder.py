@@ -22,7 +22,7 @@ PORT, NODE_PORT = 8443, 9100
 MAX_CLIENTS = 10_000
 
 SITE = """\
-# What this site allows, and where its data lie. Paths are relative to this folder.
+# What this site allows, and where its data are. Paths are relative to this folder.
 client = {client}
 memory = "memory"        # what the client remembers from round to round; must survive a restart
 
@@ -144,7 +144,7 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
     if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(
-            f"{place}, which signs, has expired itself: make a federation anew with `fedstill deploy init`"
+            f"{place}, which signs certificates, has expired: make a new federation with `fedstill deploy init`"
         )
     federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
     _certify(federation, authority)

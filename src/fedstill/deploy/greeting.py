@@ -84,5 +84,5 @@ def _wrong(where: str, host: str, error: ssl.SSLCertVerificationError) -> str:
         )
     return (
         f"the certificate of {where} is not signed by this client's ca.crt ({error.verify_message}): it is another "
-        "server, or its federation was made anew; bring this client's folder from there again"
+        "server, or its federation was made again; copy this client's folder from there"
     )

@@ -56,7 +56,7 @@ def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["poole
     if device not in CROSSOVER:
         return (
             "pooled",
-            f"nobody has measured where stacking pays on {device}; engine = 'vectorised' tries it",
+            f"it is not known when stacking is faster on {device}; engine = 'vectorised' tries it",
         )
     least, most, limit = min(s.clients for s in wide), max(s.flops for s in wide), CROSSOVER[device]
     said = f"{most / 1e6:.3g} MFLOP in a client's step, {least} clients in a stage"

@@ -153,7 +153,7 @@ def _read(path: Path) -> Reply | None:
         up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
         return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))
     except (BadPayload, ValueError, KeyError, TypeError) as error:
-        log.warning("%s, a reply kept from another run, is damaged and is made anew: %s", path, error)
+        log.warning("%s, a reply kept from another run, is damaged and is computed again: %s", path, error)
         return None
 
 

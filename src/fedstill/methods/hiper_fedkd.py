@@ -80,7 +80,7 @@ class HiPerFedKD(LogitExchange):
         super().__post_init__()
         if self.low > self.high:
             raise ConfigError(
-                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures lie between"
+                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures are between these"
             )
 
     def requires(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tens
     tensor([0, 1])
     """
     if not len(labels):
-        raise ConfigError("a unit's class cannot be told without examples")
+        raise ConfigError("the class of a unit needs at least one example")
     labels, outputs = labels.cpu(), activations.detach().cpu().double()
     sums = torch.zeros(classes, outputs.shape[1], dtype=torch.float64).index_add_(0, labels, outputs)
     counts = torch.bincount(labels, minlength=classes).unsqueeze(1)

@@ -186,4 +186,4 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
         return nn.GroupNorm(min(32, channels // 4), channels)
     if norm in ("batch", "batch_stats"):
         return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
-    raise ConfigError(f"norm = {norm!r} is none of group, batch_stats, batch")
+    raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")

@@ -215,7 +215,7 @@ class Bar:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._bar.update(self._task, accuracy="ending after this stage (once more: at once)")
+        self._bar.update(self._task, accuracy="ending after this stage (Ctrl-C again: at once)")
 
 
 def progress(quiet: bool = False) -> Progress:
