@@ -55,7 +55,7 @@ def compare_command(
 
 @app.command
 def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which method forgets.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
 
     Args:
         seeds: Seeds of the runs.

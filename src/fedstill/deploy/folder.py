@@ -84,7 +84,7 @@ clients = {clients}
 @dataclass(frozen=True)
 class Federation:
     """``hosts``: names and addresses under which clients reach the server, the first of them preferred. ``listen``: the
-    address the server listens on. ``port``: its one port. ``folder``: where all this lies.
+    address the server listens on. ``port``: its one port. ``folder``: the folder of all its files.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class Federation:
 
 
 def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str) -> Federation:
-    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for names that are none."""
+    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid names."""
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
@@ -136,9 +136,9 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
 
 
 def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
-    """Make the server's certificate anew, for more hosts if any are given; clients need nothing new.
+    """Make the server's certificate again, for more hosts if any are given; clients need no change.
 
-    Raises ConfigError where the authority is not here, or has expired itself.
+    Raises ConfigError where the authority is not here, or has expired.
     """
     _check_hosts(hosts)
     authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
@@ -188,7 +188,7 @@ def membership(folder: Path) -> Membership:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, reached by nobody else."""
+    """Whether a host is this machine by an address that others cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A client's first word with its server: wait until it listens, and say in one line why the two cannot talk."""
+"""A client's first check of its server: wait until it listens, and say in one line why the two cannot talk."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CROSSOVER = {"cpu": 60e6}
 
 ``python -m benchmarks.crossover`` on two quiet cores, 16 clients, stages in turn: from 3.3 to 60 MFLOP stacks were 1.7
 to 3.8 times as fast; at 105 and 110 MFLOP 1.5 times for a small network, at 112 MFLOP 0.6 times for one of 1.9 million
-parameters, whose numbers no longer lie in the cache; above 500 MFLOP 0.7 to 0.8 times.
+parameters, whose numbers no longer fit into the cache; above 500 MFLOP 0.7 to 0.8 times.
 """
 
 FEWEST = 4

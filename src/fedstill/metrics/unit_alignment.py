@@ -11,7 +11,7 @@ from fedstill.errors import ConfigError
 def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tensor:
     """The class at which each unit of a layer is most active on average: (U,) int64.
 
-    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). A class without an example is nobody's; of
+    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). No unit prefers a class without examples; of
     equal classes the first counts, so a silent unit prefers class 0. Raises ConfigError without an example.
 
     Source: FedNTD, sec. 5.1.

@@ -1,6 +1,6 @@
 """Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over places, a head.
 
-``norm`` is what stands after each convolution:
+``norm`` is what follows each convolution:
 
 - ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends on the batch.
 - ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.

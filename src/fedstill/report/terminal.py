@@ -208,7 +208,7 @@ class Bar:
         self._bar.update(self._task, completed=event["round"], accuracy=said)
 
     def stop(self) -> bool:
-        """Whether somebody pressed Ctrl-C."""
+        """Whether Ctrl-C was pressed."""
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
