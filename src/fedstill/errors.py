@@ -101,7 +101,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"choose one of {', '.join(names)}" if names else "there is none to choose from"
+    return f"choose one of {', '.join(names)}" if names else "there are none"
 
 
 def on_one_line(error: BaseException) -> str:

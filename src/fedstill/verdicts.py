@@ -58,7 +58,7 @@ def demand_quorum(
     least = math.ceil(rules.quorum * len(stage.clients))
     if len(replies) >= least:
         return
-    first = f"client {refused[0].client} {refused[0].reason}" if refused else "nobody answered"
+    first = f"client {refused[0].client} {refused[0].reason}" if refused else "no client answered"
     if refused and all(r.diverged for r in refused):
         raise Diverged(f"{place(stage)}: {first}; lower plan.lr, or clip gradients with plan.clip_norm")
     if refused and refused[0].kind == "failed":

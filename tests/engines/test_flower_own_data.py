@@ -114,5 +114,5 @@ def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> N
 
 def test_a_query_that_would_need_the_sites_labels_is_refused_before_round_1(tmp_path: Path) -> None:
     what = experiment("qkt", query={"draw": "single", "fewer_than": 5})
-    with pytest.raises(ConfigError, match=r"query.draw: nobody sees what sites hold; write \[query.classes\]"):
+    with pytest.raises(ConfigError, match=r"query.draw: the server does not see .*; write \[query.classes\]"):
         over(what, [], tmp_path / "run")

@@ -19,7 +19,7 @@ def main() -> None:
     try:
         sys.exit(call(sys.argv[1:]))
     except KeyboardInterrupt:
-        say("ended at once; what was finished is kept", 1)
+        say("ended at once; finished work is kept", 1)
         os._exit(1)
 
 

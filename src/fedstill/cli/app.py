@@ -1,4 +1,4 @@
-"""The app that all commands belong to, the options they share, and how an error is said."""
+"""The app that all commands belong to, the options they share, and how an error is printed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def tracebacks(shown: bool) -> Iterator[None]:
 
 
 def say(text: str, code: int) -> int:
-    """One line on the standard error; the exit code is handed through."""
+    """One line on the standard error; the exit code is returned."""
     print(f"fedstill: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -21,8 +21,8 @@ def query(
     Args:
         run: The run's directory; its clients must have trained alone (method local_only).
         client: The client that asks.
-        classes: What it asks for, by number or name, e.g. 7,9.
-        teachers: Model files that may teach too, beside the run's clients.
+        classes: The classes that it asks for, by number or name, e.g. 7,9.
+        teachers: Model files that may teach too, in addition to the run's clients.
         out: The file for the student's model. Unset, one in the working directory.
         set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """

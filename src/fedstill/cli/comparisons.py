@@ -37,7 +37,7 @@ def compare_command(
         seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
         grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
         out: The directory of all runs and the report. Unset, one is made under runs/.
-        jobs: How many runs at once. Unset, one a core, as far as memory goes.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
         tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
         debug: End a run with the first client that fails, and print the traceback of whatever fails.
@@ -55,12 +55,12 @@ def compare_command(
 
 @app.command
 def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show who forgets.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
 
     Args:
         seeds: Seeds of the runs.
         out: The directory of all runs and the report. Unset, one is made under runs/.
-        jobs: How many runs at once. Unset, one a core, as far as memory goes.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: No progress bar.
     """
     from importlib import resources

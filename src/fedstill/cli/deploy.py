@@ -65,7 +65,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
-    """Renew the server's certificate, before or after it expires; then start the server again. Clients need nothing.
+    """Renew the server's certificate, before or after it expires; then restart the server. Clients need no change.
 
     Args:
         directory: The federation's folder, with its ca.key.

@@ -38,7 +38,7 @@ def reproduce(
         seeds: How many seeds: 1, 2, 3, ...
         data: Another data set than the paper's, in all columns.
         out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.
-        jobs: How many runs at once. Unset, one a core, as far as memory goes.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
         table: Run nothing; print the table of what is there.
         quiet: No progress bar.

@@ -58,7 +58,7 @@ def run_command(
 
 @app.command(name="resume")
 def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
-    """Go on with a run that was stopped or killed, to the same bits as if it had not been.
+    """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
 
     Args:
         directory: The run's directory.
@@ -124,7 +124,7 @@ def list_(
 
     Args:
         kind: Only this kind, with the fields that a config may set.
-        name: Only this one, with all that is declared of it; a file of your own may be named, too.
+        name: Only this one, with all that is declared of it; a file of yours is possible, too.
     """
     from fedstill import registry
     from fedstill.report import catalogue, terminal

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedstill.data.augment import augment, normalise
 
 SHARD = 100
-"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. Many more, and
-what a convolution makes of them no longer lies in a core's cache."""
+"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. With many
+more, the outputs of a convolution no longer fit into a core's cache."""
 
 
 @dataclass(frozen=True)

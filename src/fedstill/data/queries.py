@@ -45,7 +45,7 @@ def draw(
 
 
 def check_queries(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int = 50) -> Queries:
-    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that nobody can answer.
+    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that no client can answer.
 
     counts: (clients, C). Refused are clients and classes that do not exist, an empty query, a class that the client has
     (``fewer_than`` examples of it or more), and one of which no other client has an example.

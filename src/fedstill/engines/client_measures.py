@@ -65,7 +65,7 @@ class ClientMeasure(Protocol):
 class ClientMeasures:
     """The measures that clients take, by name, and the rounds in which they do; by default none.
 
-    If there are any rounds, models that clients fit alone are measured in whichever round they are.
+    If there are any rounds, models of the stage ``fit`` are measured in every round.
     """
 
     named: Mapping[str, ClientMeasure] = field(default_factory=dict)

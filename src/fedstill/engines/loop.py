@@ -101,7 +101,7 @@ class _Training:
         ]
 
     def keep(self, batch: Batch) -> None:
-        """Copy the parameters of clients whose epoch ends, if somebody wants to measure them."""
+        """Copy the parameters of clients whose epoch ends, if they are to be measured."""
         if self.clients.how.by_epoch and batch.ends:
             each = self.clients.copies(self.params)
             for i in batch.ends:
@@ -191,7 +191,7 @@ class _Best:
         return scores_count(self.plan)
 
     def seen(self, score: float, params: Tensors) -> bool:
-        """Take an epoch's score; True if training shall stop."""
+        """Take an epoch's score; True if training should stop."""
         self.scores.append(score)
         if score > self.score:
             self.score, self.params, self.stale = score, trees.clone(params), 0

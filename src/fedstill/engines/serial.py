@@ -96,7 +96,7 @@ class SerialEngine:
         self.memory.commit(stage, clients)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """There is nothing to close."""
 
     def _set_up(self, stage: Stage) -> None:
         keep_freed()
@@ -132,7 +132,7 @@ class SerialEngine:
         return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
 
     def _key(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> str:
-        """What a client's reply depends on."""
+        """Everything that a client's reply depends on, as a key."""
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]

@@ -106,7 +106,7 @@ class _Known:
         self.members[self.places[j]] += 1
 
     def leave(self, j: int) -> None:
-        """Take a network's units out; a global unit without members is gone."""
+        """Take a network's units out; a global unit without members is removed."""
         mine = self.places[j]
         self.sums[mine] -= self.weighted[j]
         self.weights[mine] -= self.precisions[j]
@@ -117,7 +117,7 @@ class _Known:
         self.places = [moved[p] if k != j else p[:0] for k, p in enumerate(self.places)]
 
     def scores(self, own: Array, precision: Array, setting: MatchingSettings) -> Array:
-        """How well each unit (L_j) suits each global one (L), and each place of a new one."""
+        """The score of each unit (L_j) with each global one (L), and with each place of a new one."""
         popular = np.minimum(self.members, POPULAR)
         with_old = _gain(own, precision, self.sums, self.weights) + np.log(popular / (len(self.weighted) - popular))
         alone = _gain(own, precision, self.prior_sum[None], self.prior[None])  # (L_j, 1)

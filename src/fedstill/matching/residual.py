@@ -2,7 +2,7 @@
 
 Source: none. Alballa et al. (QKT), section 4.1, has PFNM among its baselines with ResNet-18 and does not say how; PFNM
 itself knows no connections that skip layers: they tie the channels of a whole stage to each other.
-Reading: the channels between the convolutions of the last block are in nobody else's way. They are matched by what
+Reading: the channels between the convolutions of the last block do not affect other layers. They are matched by what
 comes into them and the shift of the normalisation after them (its prior mean is a bias's), without new ones, and
 brought into one order. Then all is averaged by size, running statistics too, and the head by class share. Under
 GroupNorm a channel may come into another group.

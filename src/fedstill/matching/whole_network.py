@@ -1,4 +1,4 @@
-"""Whole networks by PFNM: layer after layer is matched, and one network comes of several.
+"""Whole networks by PFNM: layer after layer is matched, and several networks become one.
 
 Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019), section 3, and its code
 (fully connected networks, from the top down); Wang et al., "Federated Learning with Matched Averaging" (2020), section
@@ -142,7 +142,7 @@ def mean_by_share(heads: Sequence[Layer], shares: Array) -> Layer:
 
 
 def class_shares(counts: Tensor) -> Array:
-    """(J, C) label counts as each network's share of each class; of a class that nobody has, equal shares."""
+    """(J, C) label counts as each network's share of each class; equal shares for a class that no network has."""
     numbers = counts.double().numpy()
     total = numbers.sum(0)
     out: Array = np.where(total > 0, numbers / np.maximum(total, 1), 1 / len(numbers))

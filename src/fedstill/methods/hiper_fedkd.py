@@ -1,4 +1,4 @@
-"""HiPer-FedKD: all learn from the mean of the clients' standardised logits; the odder a client, the sharper it trains.
+"""HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its temperature.
 
 Source: Malik, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge Distillation" (HiPer-FedKD),
 Algorithm 1 and section 3, with the author's notebooks, which made the printed numbers. Four variants:
@@ -80,7 +80,7 @@ class HiPerFedKD(LogitExchange):
         super().__post_init__()
         if self.low > self.high:
             raise ConfigError(
-                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures lie between"
+                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures are between these"
             )
 
     def requires(self) -> frozenset[str]:

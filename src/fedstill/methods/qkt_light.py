@@ -9,7 +9,7 @@ Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own d
 for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
 Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where phase 1 is shared: then
-the head of phase 1 is refined. ``head`` chooses; "auto" is as said here.
+the head of phase 1 is refined. ``head`` chooses; "auto" follows this reading.
 """
 
 from __future__ import annotations

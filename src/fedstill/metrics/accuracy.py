@@ -55,7 +55,7 @@ def in_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen:
 def out_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False) -> float:
     """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with ``p~_c = (1 - p_c) / (C - 1)``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has not.
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client does not have.
 
     Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
 

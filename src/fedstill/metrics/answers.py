@@ -1,4 +1,4 @@
-"""What came of the clients' queries: per client and over clients, from the events of a journal."""
+"""What clients gained and lost by their queries: per client and over clients, from the events of a journal."""
 
 from __future__ import annotations
 

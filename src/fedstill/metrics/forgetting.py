@@ -1,4 +1,4 @@
-"""Forgetting: how much of the best accuracy each class once had is gone."""
+"""Forgetting: how much each class has lost of its best accuracy."""
 
 from __future__ import annotations
 

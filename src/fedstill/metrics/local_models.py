@@ -20,8 +20,8 @@ def local_accuracies(
     clients: events with ``correct_by_class`` and ``label_counts`` (C,), others are passed over; received, aggregated:
     class accuracies (C,) of the global models; totals: test examples by class (C,). Gives means over clients, plain and
     weighted by size, the spread (population) over clients, and the global models' accuracy on the mean of the clients'
-    label distributions. Keys with ``_seen`` are the plain means over classes that a client has, or has not; a client
-    that has them all has no such out-local accuracy. Empty if no client was measured.
+    label distributions. Keys with ``_seen`` are the plain means over classes that a client has, or does not have; a
+    client that has them all has no such out-local accuracy. Empty if no client was measured.
 
     Source: FedNTD, section 2.2 and figure 4; the form ``_seen``: FedADKD, figure 6.
     """

@@ -14,8 +14,9 @@ from fedstill.metrics.values import mean_over_classes, same_classes, values
 def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[int]) -> float:
     """The mean gain in accuracy over the queried classes.
 
-    before, after: (C,) class accuracies in [0, 1] of the local model and of what came of it; query: class ids. Gives a
-    number in [-1, 1], higher is better; NaN for an empty query. Raises ConfigError for a class id outside [0, C).
+    before, after: (C,) class accuracies in [0, 1] of the local model and of the model after the query; query:
+    class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query. Raises ConfigError for a class id
+    outside [0, C).
 
     Source: QKT, sec. 4.1 and appendix A.2 (Query Accuracy Gain).
 

@@ -46,7 +46,7 @@ def build(spec: ModelSpec) -> nn.Module:
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:
-    """This thread's module of a spec and role: a shape to run parameters in, whose own weights mean nothing."""
+    """This thread's module of a spec and role: a module to run parameters in; its own weights are not used."""
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
         with _building, torch.random.fork_rng(devices=[]):

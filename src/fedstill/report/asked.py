@@ -22,7 +22,7 @@ NOT_DOTTED = [d for d in DASHES if d != "dot"]
 
 
 def asked(groups: Sequence[Group], style: Style) -> Html | None:
-    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if nobody asked."""
+    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no client asked."""
     some = [g for g in groups if any(_last(r).get("answers") for r in g.started)]
     if not some:
         return None
@@ -70,12 +70,12 @@ def noise_probes(groups: Sequence[Group]) -> Html | None:
 
 @contextmanager
 def reading_queries(run: Run) -> Iterator[None]:
-    """What is not as it was written raises CorruptFile with the journal's name."""
+    """Damaged entries raise CorruptFile with the journal's name."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise CorruptFile(f"{run.folder / JOURNAL}: what is said of queries is damaged: {said}") from error
+        raise CorruptFile(f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}") from error
 
 
 def _last(run: Run) -> Event:

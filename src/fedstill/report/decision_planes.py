@@ -17,7 +17,7 @@ PLANE_HEIGHT = 400
 
 
 def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
-    """For each group the planes of its first seed that has any; None if nobody looked."""
+    """For each group the planes of its first seed that has any; None if it was not measured."""
     shown = [seen for g in groups if (seen := _of_last_round(g))]
     if not shown:
         return None

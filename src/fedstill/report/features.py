@@ -27,7 +27,7 @@ BANDWIDTH = 8.0
 
 
 def tsne(groups: Sequence[Group], style: Style) -> Html | None:
-    """Test features under the global and local models on one plane; None if nobody looked."""
+    """Test features under the global and local models on one plane; None if it was not measured."""
     looks = last_looks(groups, "tsne")
     if not looks:
         return None
@@ -51,7 +51,7 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
 
 
 def sphere(groups: Sequence[Group], style: Style) -> Html | None:
-    """Where the classes lie on the circle, model by model; None if nobody looked."""
+    """Where the classes are on the circle, model by model; None if it was not measured."""
     looks = last_looks(groups, "sphere")
     if not looks:
         return None
@@ -67,7 +67,7 @@ def sphere(groups: Sequence[Group], style: Style) -> Html | None:
 
 
 def units(groups: Sequence[Group], style: Style) -> Html | None:
-    """Which class each unit of the last hidden layer stands for, model by model; None if nobody looked."""
+    """Which class each unit of the last hidden layer stands for, model by model; None if it was not measured."""
     looks = last_looks(groups, "units")
     if not looks:
         return None

@@ -130,7 +130,7 @@ def named(group: Group) -> str:
 
 
 def plain(name: str) -> str:
-    """A name whose markup Plotly shows and does not obey."""
+    """A name whose markup Plotly prints as text."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -74,7 +74,7 @@ def _of_sum(row: Sequence[float | None]) -> list[float | None]:
 def class_map(
     columns: Mapping[int, Sequence[float | None]], classes: Sequence[str], unit: str, absent: str = ""
 ) -> Figure:
-    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent`` is said where there is none."""
+    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent``: the text where there is none."""
     rows = [[_percent(v) for v in row] for row in zip(*columns.values(), strict=True)]
     names = _names(classes)
     trace = {

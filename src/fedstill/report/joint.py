@@ -1,4 +1,4 @@
-"""Runs that started from one model, in one t-SNE: what each method, or each split, makes of the same features."""
+"""Runs that started from one model, in one t-SNE: what each method, or each split, does with the same features."""
 
 from __future__ import annotations
 

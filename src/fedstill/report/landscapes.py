@@ -16,7 +16,7 @@ CLIPPED = 0.9
 
 
 def landscape(groups: Sequence[Group], style: Style) -> Html | None:
-    """The loss around the global and a local model; None if nobody looked."""
+    """The loss around the global and a local model; None if it was not measured."""
     looks = last_looks(groups, "landscape")
     if not looks:
         return None
@@ -62,7 +62,7 @@ def _range(looks: Sequence[Look], plane: str) -> tuple[float, float]:
 
 
 def _losses(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """Losses; one that was too large to be a number is shown as the largest that was one."""
+    """Losses; one that overflowed is shown as the largest finite one."""
     top = max((v for row in value for v in row if v is not None), default=0.0)
     return matrix([[top if v is None else v for v in row] for row in value], rows, columns)
 

@@ -29,7 +29,7 @@ class Visit:
 
 
 def epochs(groups: Sequence[Group], style: Style) -> Html | None:
-    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if nobody measured it."""
+    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if it was not measured."""
     visits = [v for g in groups if (v := _visit(g)) is not None]
     if not visits:
         return None

@@ -63,7 +63,7 @@ def facts(pairs: Mapping[str, str]) -> Html:
 
 
 def folded(title: str, *parts: Html) -> Html:
-    """What is there for those who open it."""
+    """Content that is folded away."""
     inner = "\n".join(p.text for p in parts)
     return Html(f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>")
 
@@ -81,7 +81,7 @@ def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
 def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
     """A figure with one or more variants, of which a selector of this ``name`` shows one.
 
-    ``says``: what it shows and how to read it; printed below a title that is text, and read aloud in any case.
+    ``says``: what it shows and how to read it; printed below a title that is text, and always read by screen readers.
     """
     above = f"<figcaption>{escape(title)}</figcaption>"
     if isinstance(title, str) and title:

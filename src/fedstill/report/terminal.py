@@ -208,14 +208,14 @@ class Bar:
         self._bar.update(self._task, completed=event["round"], accuracy=said)
 
     def stop(self) -> bool:
-        """Whether somebody pressed Ctrl-C."""
+        """Whether Ctrl-C was pressed."""
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._bar.update(self._task, accuracy="ending after this stage (once more: at once)")
+        self._bar.update(self._task, accuracy="ending after this stage (Ctrl-C again: at once)")
 
 
 def progress(quiet: bool = False) -> Progress:

@@ -1,4 +1,4 @@
-"""What training does to weights: alignment, divergence and diversity; and for whom local models are good."""
+"""What training does to weights: alignment, divergence and diversity; and on which data local models are good."""
 
 from __future__ import annotations
 

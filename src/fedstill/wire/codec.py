@@ -131,7 +131,7 @@ def _are_names(names: Any) -> bool:
 
 
 def _plain(name: object) -> bool:
-    """Whether a name is printable text of sensible length that, read as a path, would lead nowhere else."""
+    """Whether a name is printable text of sensible length that, read as a path, stays in its folder."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= MAX_NAME

@@ -1,4 +1,4 @@
-"""Privacy of uploaded logits: every image's are clipped, noise is added, and what that is worth is accounted.
+"""Privacy of uploaded logits: every image's are clipped, noise is added, and its epsilon is computed.
 
 What is protected: a client's whole data. Two data sets of one client are neighbours if they differ in any way, so the
 guarantee holds for a client, and all the more for one example. What its training changes in an upload is the matrix of
@@ -96,7 +96,7 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
     if excess(0.0) <= 0:
         return 0.0
     enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
-    if math.isinf(enough) or not excess(enough) < 0:  # next to no noise: the two terms differ by less than rounding
+    if math.isinf(enough) or not excess(enough) < 0:  # almost no noise: the two terms differ by less than rounding
         return enough
     return float(bisect(excess, 0.0, enough, xtol=1e-12 * enough))
 

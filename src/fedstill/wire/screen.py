@@ -59,7 +59,8 @@ def screen(
     replies: Sequence[Reply],
     rules: Rules,
 ) -> tuple[list[Reply], list[Refusal]]:
-    """Replies sorted by client id, and refusals: of failures, strangers, repeats, and payloads other than expected."""
+    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats, and payloads
+    other than expected."""
     accepted: dict[int, Reply] = {}
     sent: dict[int, float] = {}
     refused = []

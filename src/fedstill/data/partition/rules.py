@@ -1,4 +1,4 @@
-"""What every split keeps to: labels and parameters checked at the door, no client empty, no example given twice."""
+"""Rules for every split: labels and parameters are checked first, no client is empty, no example is given twice."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from fedstill.errors import DataError
 
 
 def data_root(folder: str | Path | None) -> Path | None:
-    """Where local folders of data lie: ``folder``, or the environment's ``FEDSTILL_DATA``, or nowhere."""
+    """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
     given = folder if folder is not None else os.environ.get("FEDSTILL_DATA")
     return Path(given).expanduser() if given else None
 

@@ -19,7 +19,7 @@ from fedstill.errors import ConfigError, DataError, UnknownName
 from fedstill.registry import lookup, names
 
 FIELDS = ("image_column", "label_column", "mean", "size", "std")
-"""What may be said of data that are not in the catalogue."""
+"""Options for data that are not in the catalogue."""
 
 
 def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
@@ -27,7 +27,7 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
 
     name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to parquet files
     or to images by class, ``"owner/name"`` on the Hugging Face hub, or one's own function ``"mine.py:data"``.
-    folder: where local folders lie; default: the environment's ``FEDSTILL_DATA``.
+    folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
     fields: for folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size), ``mean``,
     ``std``.
     Data without a test split have a stratified fifth held out.

@@ -38,7 +38,7 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
 def read_parquet(folder: Path, columns: Columns) -> Decoded:
     """A folder of parquet files in the Hugging Face layout; DataError if one is damaged or has no image and label."""
     files = {split: [str(path) for path in paths] for split, paths in parquet_files(folder).items()}
-    with _reading(str(folder), "the file is damaged or no image data; fetch or write it anew"):
+    with _reading(str(folder), "the file is damaged or not image data; download or write it again"):
         import datasets
 
         streams = datasets.load_dataset("parquet", data_files=files, streaming=True)

@@ -134,7 +134,7 @@ def _answer(error: BaseException) -> Answer:
     from fedstill.experiment.progress import Interrupted
 
     if isinstance(error, Interrupted):
-        return 1, "stopped; the same command goes on with it", ""
+        return 1, "stopped; the same command continues it", ""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FedstillError):
         return error.exit_code, str(error), trace

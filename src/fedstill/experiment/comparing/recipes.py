@@ -133,13 +133,13 @@ def load_recipe(name: str) -> Recipe:
         for column, cell in cells.items():
             strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
             if strange:
-                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
+                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures")
             values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
             published[row, column] = Published(values, **{k: cell[k] for k in BESIDE_VALUES if k in cell})
     only = {row: setting.pop(ONLY) for row, setting in tree["rows"].items() if ONLY in setting}
     strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
     if strange:
-        raise ConfigError(f"recipe {name}: {strange[0]!r}, which a row is only for, is none of its columns")
+        raise ConfigError(f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist")
     return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts, only)
 
 

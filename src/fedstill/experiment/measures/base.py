@@ -171,7 +171,7 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
     for name in fields:
         value = report.get(name, [0] * classes)
         if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**53 for v in value):
-            return f"{name} is no list of counts"
+            return f"{name} is not a list of counts"
         if len(value) != classes:
             return f"{name} has {len(value)} numbers for {classes} classes"
     return ""

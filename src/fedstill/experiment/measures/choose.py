@@ -77,7 +77,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
     if need == "plane" and (width := _width(spec)) != 2:
         return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
     if need == "test" and not setting.tested:
-        return "it looks at a common test set, and there is none; give the server one with data.name"
+        return "it needs a common test set, and there is none; give the server one with data.name"
     if need == "test_at_clients" and not setting.simulated:
         return "clients measure it on the common test set, which real sites lack; leave flower.data = 'sites' out"
     if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):

@@ -60,7 +60,7 @@ def queries_of(settings: Settings, counts: Tensor) -> queries.Queries:
             return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
         return queries.check_queries(written, counts, table.fewer_than)
     if settings.on_sites:
-        raise ConfigError("query.draw: nobody sees what sites hold; write [query.classes]")
+        raise ConfigError("query.draw: the server does not see the sites' data; write [query.classes]")
     seed = settings.seed if table.seed is None else table.seed
     return queries.draw(counts, table.draw, seed, table.fewer_than, table.least, table.most)
 
