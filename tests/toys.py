@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from fedstill.trees import dtype_of, sub, zeros_like
 from fedstill.work import ClientWork
 
 CLASSES, SIDE = 5, 4
+THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
+"""Torch's threads in every run, as conftest.py says."""
 SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
 
 
@@ -64,7 +67,7 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
     values: dict[str, object] = {
         "rounds": 3,
         "seed": 7,
-        "threads": (1, 1),
+        "threads": (THREADS, THREADS),
         "reuse": False,
         "measure_every": 2,
         "model": {"name": "mlp", "hidden": (8,)},
