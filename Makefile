@@ -11,7 +11,7 @@ demo: .venv/ready
 	.venv/bin/fedstill demo
 
 test: .venv/ready
-	.venv/bin/python -m pytest -n auto
+	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 slow: .venv/ready
 	.venv/bin/python -m pytest -m slow

@@ -1,25 +1,59 @@
 """What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own.
 
-``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``).
+``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``). Temporary folders are
+in memory where there is room: every checkpoint waits for its disk several times.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 import toys
 
+MEMORY, ROOM = Path("/dev/shm"), 2 << 30
+"""A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of that."""
+
+WHOLE_RUNS = ("methods", "experiment", "engines", "docs", "cli", "report", "benchmarks", "deploy")
+"""Folders of tests that train, after all that check a formula or a file."""
+LONGEST = ("test_every_method.py", "test_recipes.py", "test_measures.py", "test_vectorised.py", "test_no_waiting.py")
+"""The first among those: no worker should be left with one of them when the others are done."""
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+if MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is fast comes first, so that what is wrong is mostly said within seconds."""
+    tests = Path(__file__).parent
+
+    def rank(item: pytest.Item) -> tuple[bool, int]:
+        runs = item.path.is_relative_to(tests) and item.path.relative_to(tests).parts[0] in WHOLE_RUNS
+        name = item.path.name
+        return runs, LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
+
+
+def reproducible() -> None:
+    torch.set_num_threads(toys.THREADS)
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _from_the_start() -> None:
+    reproducible()
 
 
 @pytest.fixture(autouse=True)
-def _torch_threads() -> None:
-    torch.set_num_threads(toys.THREADS)
-    torch.use_deterministic_algorithms(True)
+def _whatever_was_set_before() -> None:
+    reproducible()
 
 
 @pytest.fixture(autouse=True)

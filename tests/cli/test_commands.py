@@ -14,7 +14,18 @@ import pytest
 
 from fedstill.cli import call
 
-SMALL = 'rounds = 2\nmethod = "fedntd"\n[topology]\nclients = 6\nsampled = 3\n[plan]\nepochs = 1\n'
+SMALL = """
+rounds = 2
+method = "fedntd"
+[data]
+train_size = 300
+test_size = 60
+[topology]
+clients = 6
+sampled = 3
+[plan]
+epochs = 1
+"""
 
 
 @pytest.fixture

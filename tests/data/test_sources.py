@@ -426,14 +426,16 @@ def test_an_unwritable_cache_is_done_without(tmp_path, monkeypatch):
     assert len(load_dataset("digits").test) == 359
 
 
-def _count(queue):
+def _count(queue, cache):
+    os.environ["FEDSTILL_CACHE"] = cache  # the process that forks may have begun with another
     queue.put(len(load_dataset("digits").train))
 
 
 def test_two_processes_fill_the_cache_at_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fedstill.data.sources"])
     queue = context.Queue()
-    workers = [context.Process(target=_count, args=(queue,)) for _ in range(2)]
+    workers = [context.Process(target=_count, args=(queue, str(tmp_path / "cache"))) for _ in range(2)]
     for worker in workers:
         worker.start()
     assert [queue.get(timeout=120) for _ in workers] == [1438, 1438]

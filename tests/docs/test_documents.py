@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,12 +42,27 @@ def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not errors, "each error that is shown has come"
 
 
-def printed_by_pytest(file: str, folder: Path) -> str:
-    """What pytest prints of a file that a page shows."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+class Passed:
+    """Counts the tests that a pytest passes."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.count += report.when == "call" and report.passed
+
+
+def passing(path: Path) -> int:
+    """How many tests of a file that a page shows there are; all must pass.
+
+    In this process: another one would begin by importing everything.
+    """
+    passed = Passed()
+    said = pytest.main(
+        ["-q", "-p", "no:cacheprovider", "-c", os.devnull, f"--rootdir={path.parent}", str(path)], [passed]
+    )
+    assert said == 0
+    return passed.count
 
 
 def test_a_method_is_added_as_the_page_says(
@@ -55,7 +71,7 @@ def test_a_method_is_added_as_the_page_says(
     monkeypatch.chdir(tmp_path)
     follow("add_a_method.md", tmp_path, capsys)
     assert (tmp_path / "sweep" / "report.html").is_file()
-    assert "1 passed" in printed_by_pytest("test_fedgap.py", tmp_path)
+    assert passing(tmp_path / "test_fedgap.py") == 1
 
 
 def test_measures_of_both_kinds_are_added_as_the_page_says(
@@ -68,7 +84,7 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     ]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
-    assert "2 passed" in printed_by_pytest("test_measures.py", tmp_path)
+    assert passing(tmp_path / "test_measures.py") == 2
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:
@@ -88,11 +104,15 @@ def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
-def test_an_example_runs_and_is_short(path: Path) -> None:
+def test_an_example_runs_and_is_short(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert len(path.read_text().splitlines()) <= 62
-    done = subprocess.run([sys.executable, str(path), "3"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "OTHER BITS" not in done.stdout
+    monkeypatch.setattr(sys, "argv", [str(path), "3"])
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said
+    assert "OTHER BITS" not in said
 
 
 def test_links_between_documents_lead_somewhere() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import toys
 from fedstill.engines.flower.client_app import client_app
@@ -93,7 +92,6 @@ def simulated(experiment: Experiment) -> Prepared:
 
 @pytest.mark.parametrize("what", RUNS)
 def test_sites_with_their_own_data_give_the_bits_of_the_simulation(what: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
     run(replace(RUNS[what], engine="serial"), tmp_path / "serial", toys.blobs())
     over(RUNS[what], sites(simulated(RUNS[what]), tmp_path / "sites"), tmp_path / "run")
     events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]

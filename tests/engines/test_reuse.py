@@ -104,7 +104,6 @@ def test_what_a_reply_depends_on_makes_another_key(
     fits.clear()
     run(experiment("local_only", **changes), tmp_path / "two", toys.blobs())
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
-    torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])

@@ -26,7 +26,6 @@ from run_bits import assert_same_bits, bits, stopped
 def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose features are two numbers: there the plane is all there is."""
     folder = tmp_path_factory.mktemp("boundaries") / "run"
-    torch.set_num_threads(1)
     run(asking("local", "boundaries"), folder, data=toys.blobs())
     return folder
 

@@ -64,6 +64,7 @@ def measured(*names: str, **changes: Any) -> Experiment:
     model = {"model": next((ON_CIRCLE[n] for n in names if n in ON_CIRCLE), {"name": "mlp", "hidden": (8,)})}
     chain = {"topology": ONE_BY_ONE} if "chain" in names else {}
     more = {"data": {"public": toys.PUBLIC}} if "private_public" in names else {}
+    more |= {"data": {"test_size": 40}} if names == ("tsne",) else {}  # whose time grows with the square
     return toys.toy(**{"measure": list(names), **model, **chain, **more, **changes})
 
 

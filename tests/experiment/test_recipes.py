@@ -67,6 +67,7 @@ def test_cells_are_chosen_by_pattern() -> None:
 def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     smaller = ["-s", "topology.clients=10", "-s", "topology.sampled=3", "-s", "plan.epochs=1", "-s", "data.augment=[]"]
+    smaller += ["-s", "data.train_size=400", "-s", "data.test_size=60"]
     words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "2", "--seeds", "2", "-q", *smaller]
     assert call([*words, "--cells", "full:*"]) == 0
     said = capsys.readouterr().out
@@ -99,6 +100,7 @@ def test_a_figure_at_a_tiny_size_is_in_the_report(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     smaller = ["topology.clients=10", "topology.sampled=3", "plan.epochs=1", "data.augment=[]", f"model.name={model}"]
+    smaller += ["data.train_size=400", "data.test_size=60"]
     words = [
         "reproduce",
         name,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -210,9 +211,9 @@ def test_a_residual_networks_last_block_is_matched_and_the_rest_averaged(name: s
     twin = {**one, **moved, f"{block}.3.weight": one[f"{block}.3.weight"][:, order]}
     torch.testing.assert_close(outputs(spec, twin), outputs(spec, one))
     assert not torch.equal(twin[f"{block}.0.weight"], one[f"{block}.0.weight"])
-    torch.testing.assert_close(outputs(spec, together(spec, [one, twin], FREE)), outputs(spec, one))
+    torch.testing.assert_close(outputs(spec, together(spec, [one, twin], replace(FREE, passes=1))), outputs(spec, one))
     other = some(spec, 2)
-    found = match_models(spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(), draw())
+    found = match_models(spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(passes=1), draw())
     stem = "body.stem.1.running_mean"
     torch.testing.assert_close(found[stem], 0.75 * one[stem] + 0.25 * other[stem])
     torch.testing.assert_close(found["head.weight"], (one["head.weight"] + other["head.weight"]) / 2)

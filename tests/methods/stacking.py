@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import toys
 from fedstill import registry
+from fedstill.data.examples import Dataset
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
@@ -73,6 +75,12 @@ def tensors(state: State) -> dict[str, Tensor]:
     return found
 
 
+@functools.cache
+def few_blobs() -> Dataset:
+    """Enough for several batches a client, and unlike numbers of them."""
+    return toys.blobs(size=120)
+
+
 def ready(name: str, engine: str, **changes: Any) -> Prepared:
     """A prepared run."""
-    return prepare(settle(experiment(name, engine, **changes)), toys.blobs())
+    return prepare(settle(experiment(name, engine, **changes)), few_blobs())

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 import toys
 from fedstill.experiment.running import runner
@@ -15,7 +14,6 @@ from fedstill.experiment.running import runner
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four finished runs: fedavg and a method with a failing client, seeds 7 and 8."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("runs")
     for seed in (7, 8):
         runner.run(toys.toy("fedavg", seed=seed), folder / f"avg{seed}", data=toys.blobs())

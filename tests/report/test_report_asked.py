@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from run_journals import events
 
 import toys
@@ -20,7 +19,6 @@ from fedstill.report.groups import groups
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("asked") / "run"
     given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
     plan = {"epochs": 2, "batch": 10}
