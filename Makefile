@@ -5,7 +5,7 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow lint bench bench-peers docs clean
+.PHONY: demo test slow lint house bench bench-peers docs clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
@@ -18,6 +18,11 @@ slow: .venv/ready
 
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
+	.venv/bin/python tools/house.py --found
+
+# make house: files, lines, the longest of both, circles of imports, names that occur twice.
+house: .venv/ready
+	.venv/bin/python tools/house.py --found
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.startup

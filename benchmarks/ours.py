@@ -12,6 +12,7 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.method import run_census, run_round
+from fedstill.watch import Unwatched
 
 
 class Ours:
@@ -22,14 +23,14 @@ class Ours:
         method, rules = ready.settings.method, ready.settings.rules
         self.state = method.setup(ready.world)
         if "label_counts" in method.requires():
-            self.state = run_census(self.state, ready.world, self.engine, lambda *_: None, rules)
+            self.state = run_census(self.state, ready.world, self.engine, Unwatched(), rules)
 
     def run_round(self) -> None:
         """One round."""
         settings = self.ready.settings
         stages = settings.topology(self.state.round, self.ready.world)
         self.state = run_round(
-            settings.method, self.state, stages, self.ready.world, self.engine, lambda *_: None, settings.rules
+            settings.method, self.state, stages, self.ready.world, self.engine, Unwatched(), settings.rules
         )
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -38,7 +39,7 @@ class Ours:
 
     def evaluate(self) -> float:
         """Seconds that 10,000 test images take."""
-        torch.set_num_threads(self.ready.settings.many_threads[1])
+        torch.set_num_threads(self.ready.settings.threads[1])
         (predict,) = self.ready.settings.method.predictors(self.state, self.ready.world).values()
         test = self.ready.sites.common_test
         began = time.perf_counter()

@@ -30,7 +30,7 @@ class PlainLoop:
                 train(self.task, self.round, c, self.model)
             return
         results = [train(self.task, self.round, c, copy.deepcopy(self.model)).state_dict() for c in clients]
-        sizes = torch.tensor([float(len(self.task.client(c)[1])) for c in clients])
+        sizes = torch.tensor([len(self.task.client(c)[1]) for c in clients], dtype=torch.float64)
         mean = {k: sum(r[k] * w for r, w in zip(results, sizes / sizes.sum(), strict=True)) for k in results[0]}
         self.model.load_state_dict(mean)
 

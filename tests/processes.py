@@ -155,7 +155,7 @@ def starting(deployment: Deployment, what: Experiment, out: Path, **flower: Any)
 
 def serial_of(what: Experiment, folder: Path) -> Path:
     """The run directory of the same experiment on the serial engine."""
-    run(replace(what, engine="serial"), folder)
+    run(replace(what, engine="serial"), folder, debug=False)
     return folder
 
 

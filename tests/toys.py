@@ -34,7 +34,7 @@ from fedstill.records import (
     many,
 )
 from fedstill.registry import lookup, method, register
-from fedstill.trees import sub, zeros_like
+from fedstill.trees import dtype_of, sub, zeros_like
 from fedstill.work import ClientWork
 
 CLASSES, SIDE = 5, 4
@@ -173,7 +173,7 @@ class Logits(Method):
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name == "local":
-            return Payload(logits=torch.zeros(PUBLIC, world.classes))
+            return Payload(logits=torch.zeros(PUBLIC, world.classes, dtype=dtype_of(world.initial(client))))
         return Payload(params=world.initial(SERVER)) if client == SERVER else Payload()
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:

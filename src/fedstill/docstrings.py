@@ -1,4 +1,4 @@
-"""What docstrings declare, so that it is written once, where the code is, and read by people and by commands alike.
+"""What docstrings declare: it is written once, in the code, for readers and for commands.
 
 A class's field has its sentence in a string below it, a function's parameter in a line ``name: Sentence.`` of the
 docstring. A module's docstring has blocks ``Label: text``, among them a method's ``State:`` and ``Memory:``, which list
@@ -23,7 +23,7 @@ _GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
 def sentences(thing: Callable[..., Any]) -> dict[str, str]:
     """{name: sentence} of a class's fields, its own before its bases', or of a function's parameters.
 
-    What has no sentence is left out; so is all that stands in a class whose source cannot be read.
+    What has no sentence is left out, and so is everything in a class whose source cannot be read.
     """
     if not inspect.isclass(thing):
         return _of_parameters(thing)

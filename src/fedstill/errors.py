@@ -64,7 +64,15 @@ class DeployFailed(FedstillError):
 
 
 class ClientFailed(FedstillError):
-    """A client that raised while it worked; the cause is chained."""
+    """A client that raised while it worked, in a run that is debugged; the cause is chained."""
+
+
+class MethodFailed(FedstillError):
+    """A method that raised at the server; the cause is chained."""
+
+
+class BadReturn(FedstillError):
+    """A function of a method that gave something else than it is asked for."""
 
 
 class TooFewReplies(FedstillError):

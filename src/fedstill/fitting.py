@@ -1,4 +1,4 @@
-"""The stage ``fit``: every client trains a model of its own, alone, before it asks or averages with anybody.
+"""The stage ``fit``: every client trains a model alone, before it asks others or is averaged with them.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
 Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says there is none of: a
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
 from fedstill.records import SERVER, Carry, ModelSpec, Plan, Tensors, View, World
 from fedstill.teachers import noise_probe
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 FIT = "fit"
@@ -44,13 +44,12 @@ def probe_seed(world: World) -> int:
 def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
     """What a model predicts on the noise that all models of a run are shown: (C,), its mean softmax."""
     predict = predictor(spec, params)
-    kind = next((v.dtype for v in params.values() if v.is_floating_point()), torch.float32)
-    return noise_probe(lambda x: predict(x.to(kind)), spec.input_shape, samples, probe_seed(world))
+    return noise_probe(lambda x: predict(x.to(dtype_of(params))), spec.input_shape, samples, probe_seed(world))
 
 
 class Fit(ClientWork):
     """Plain local training; the journal then says what the model predicts on noise."""
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer will guess what this model knows."""
+        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model knows."""
         return {"probe": [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}

@@ -54,7 +54,7 @@ def proportions(counts: TensorLike) -> Tensor:
     """Label shares from label histograms: each histogram divided by its sum.
 
     counts: (..., C) >= 0, at least one label each. Gives (..., C) float, summing to 1. Raises DataError for a client
-    without labels, of which no share can be told.
+    without labels, which has no shares.
 
     >>> proportions([1, 0, 3])
     tensor([0.2500, 0.0000, 0.7500], dtype=torch.float64)
@@ -106,7 +106,7 @@ def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SM
 
     p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences), "l2" (Euclidean), "kl"
     (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean KL to the midpoint, not smoothed). In nats
-    where there is a logarithm. Gives (...,) >= 0; symmetric but for "kl". Raises UnknownName for another metric.
+    where there is a logarithm. Gives (...,) >= 0; symmetric except "kl". Raises UnknownName for another metric.
 
     Source: SFedKD, sec. 3.2.
     Reading: the paper does not say what to do where q is 0 and KL infinite; we smooth both with its only constant.
@@ -144,7 +144,7 @@ def discrepancy_weights(
 
 
 def heterogeneity_score(proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False) -> float:
-    """How far a client's labels are from everybody's: the mean relative deviation of its classes, at most 1.
+    """How far a client's labels are from the global ones: the mean relative deviation of its classes, at most 1.
 
     proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored at 0.01 and
     renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the classes the client has.

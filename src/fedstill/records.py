@@ -1,4 +1,4 @@
-"""The frozen records that are passed around: what crosses a boundary, and nothing that acts."""
+"""The frozen records that the parts of the library pass to each other; they hold data and do nothing."""
 
 from __future__ import annotations
 

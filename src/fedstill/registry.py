@@ -2,7 +2,7 @@
 
 A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of
 that kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"``
-where the file registers one) or an import path (``"package.module:FedMine"``): nobody has to edit this package.
+where the file registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
 """
 
 from __future__ import annotations

@@ -35,6 +35,11 @@ def floats(a: Tensors) -> dict[str, Tensor]:
     return {k: v for k, v in a.items() if v.is_floating_point()}
 
 
+def dtype_of(a: Tensors) -> torch.dtype:
+    """The type of the real entries; float32 if there are none."""
+    return next((v.dtype for v in a.values() if v.is_floating_point()), torch.float32)
+
+
 def only(a: Tensors, names: Iterable[str]) -> dict[str, Tensor]:
     """The entries of these names."""
     return {k: a[k] for k in names}

@@ -11,7 +11,7 @@ import toys
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.flower.flower_engine import FlowerEngine
 from fedstill.engines.pooled import PooledEngine
-from fedstill.experiment.config.settings import settle
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 import toys
+from double import NEAR, in_double
 from fedstill.engines.loop import train
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
@@ -23,7 +24,7 @@ STAGE = Stage(2, 0, "train", (0,))
 
 @pytest.fixture(scope="module")
 def prepared() -> Prepared:
-    return prepare(settle(toys.toy()), toys.blobs())
+    return in_double(prepare(settle(toys.toy()), toys.blobs()))
 
 
 def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **carry: object):
@@ -35,7 +36,7 @@ def trained(prepared: Prepared, plan: Plan, work: ClientWork | None = None, **ca
 def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
     """The same training, written out with torch.optim and a module."""
     view = prepared.sites.view(0, STAGE)
-    module = contract.build(view.model)
+    module = contract.build(view.model).double()
     module.load_state_dict(dict(prepared.world.initial(0)))
     common = {"lr": plan.lr_at(2), "weight_decay": plan.weight_decay}
     if plan.optimiser == "adam":
@@ -65,7 +66,7 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
 def test_it_is_the_plain_loop(prepared: Prepared, plan: Plan) -> None:
     ours, theirs = trained(prepared, plan).params, plain_loop(prepared, plan)
     for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=NEAR, atol=NEAR)
 
 
 def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
@@ -150,7 +151,7 @@ def test_adjusted_gradients_reach_the_optimiser(prepared: Prepared) -> None:
     doubled = trained(prepared, Plan(epochs=1, lr=0.05), Doubled()).params
     faster = trained(prepared, Plan(epochs=1, lr=0.1)).params
     for name in faster:
-        torch.testing.assert_close(doubled[name], faster[name])
+        torch.testing.assert_close(doubled[name], faster[name], rtol=NEAR, atol=NEAR)
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class FromTeacher(ClientWork):
         module = contract.module(carry["spec"], "frozen").eval()
         with torch.no_grad():
             expected = functional_call(module, dict(carry.teachers["t"]), (x,))  # type: ignore[call-overload]
-        torch.testing.assert_close(step.teacher("t"), expected)
+        torch.testing.assert_close(step.teacher("t"), expected, rtol=NEAR, atol=NEAR)
         return {"ce": super().terms(step, carry)["ce"], "far": (step.logits() - step.teacher("t")).square().sum(1)}
 
 

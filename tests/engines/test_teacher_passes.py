@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import toys
+from double import NEAR, widened
 from fedstill.engines import cores
 from fedstill.engines.cores import WORKERS, side_by_side
 from fedstill.engines.frozen import FrozenModel, Teachers
@@ -19,9 +20,11 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.models import contract
+from fedstill.records import Tensors
 
 SPEC = contract.spec_for("digits_cnn", (1, 8, 8), 5)
 IMAGES = torch.randn(610, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+WIDE = IMAGES.double()
 NAMED = {str(i): FrozenModel(SPEC, contract.initial(SPEC, i)) for i in range(4)}
 
 
@@ -31,9 +34,9 @@ def asked(teachers: Teachers, name: str, kind: str, x: Tensor, index: Tensor) ->
     return teachers.now(name, kind, x) if known is None else known[index]
 
 
-def plainly(name: str, x: Tensor) -> Tensor:
-    module = contract.build(SPEC).eval()
-    module.load_state_dict(dict(NAMED[name].params))
+def plainly(params: Tensors, x: Tensor) -> Tensor:
+    module = contract.build(SPEC).double().eval()
+    module.load_state_dict(dict(params))
     with torch.no_grad():
         return module(x)  # type: ignore[no-any-return]
 
@@ -41,12 +44,14 @@ def plainly(name: str, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("still", [True, False])
 @pytest.mark.parametrize("kind", ["logits", "features"])
 def test_outputs_are_those_of_a_plain_forward_pass(still: bool, kind: str) -> None:
-    teachers = Teachers(NAMED, IMAGES if still else None, workers=2)
+    named = {name: widened(frozen.params) for name, frozen in NAMED.items()}
+    wide = {name: FrozenModel(SPEC, params) for name, params in named.items()}
+    teachers = Teachers(wide, WIDE if still else None, workers=2)
     index = torch.tensor([3, 600, 201, 99, 100])
-    for name in NAMED:
-        asked(teachers, name, kind, IMAGES[index], index)
-        out = asked(teachers, name, "logits", IMAGES[index], index)
-        torch.testing.assert_close(out, plainly(name, IMAGES[index]), rtol=1e-5, atol=1e-5)
+    for name, params in named.items():
+        asked(teachers, name, kind, WIDE[index], index)
+        out = asked(teachers, name, "logits", WIDE[index], index)
+        torch.testing.assert_close(out, plainly(params, WIDE[index]), rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("still", [True, False])

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 import toys
-from fedstill import registry
+from double import NEAR, Wide, widened
+from fedstill import registry, trees
 from fedstill.cli import call
+from fedstill.data.inputs import Inputs
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
@@ -25,6 +27,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics.local_models import by_epoch
+from fedstill.records import Payload
 from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
@@ -37,7 +40,7 @@ WITH_REPLIES = {"local", "epochs", "private_public"}
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
 MIXED = {"rounds": 1, "clients": {"models": ["mlp", "logistic"]}}
-STAGES: list[Happened] = []
+STAGES: list[tuple[Happened, Room]] = []
 
 
 @register("measure", "toy_spy")
@@ -45,7 +48,7 @@ class Spy(Measure):
     """Remembers what it was shown."""
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        STAGES.append(seen)
+        STAGES.append((seen, room))
         return None
 
 
@@ -119,7 +122,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, 
     names = [n for n in MEASURES if n not in ("landscape", "chain", "private_public", *ON_CIRCLE)]
     STAGES.clear()
     found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
-    (last,) = [s for s in STAGES if s.ends_run]
+    (last,) = [s for s, _ in STAGES if s.ends_run]
     return last, {e["measure"]: e for e in found.measures if e["round"] == 3}
 
 
@@ -138,10 +141,10 @@ def common_test() -> tuple[Tensor, Tensor]:
     return ready.sites.inputs.plain(test.images), test.labels
 
 
-def trained(client: int) -> tuple[Tensor, Tensor]:
+def trained(client: int, inputs: type[Inputs] = Inputs) -> tuple[Tensor, Tensor]:
     sites = prepare(settle(measured()), toys.blobs()).sites
     own = sites.train.take(sites.parts[client])
-    return sites.inputs.plain(own.images), own.labels
+    return inputs(sites.inputs.mean, sites.inputs.std).plain(own.images), own.labels
 
 
 def shares(client: int) -> np.ndarray:
@@ -155,8 +158,8 @@ def test_the_stage_is_shown_with_its_start_and_end(seen: tuple[Happened, dict[st
     assert all(d.params is last.before.params for d in last.downs.values())
     assert set(last.local_models) == set(last.stage.clients)
     sizes = {r.client: r.examples for r in last.replies}
-    mean = sum(sizes[c] * p["head.bias"] for c, p in last.local_models.items()) / sum(sizes.values())
-    torch.testing.assert_close(last.after.params["head.bias"], mean)
+    mean = trees.mean(list(last.local_models.values()), [sizes[c] for c in last.local_models])
+    assert all(torch.equal(last.after.params[k], v) for k, v in mean.items())
 
 
 def test_alignment_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
@@ -216,17 +219,27 @@ def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> Non
     def ratio(rows: list[np.ndarray]) -> float:
         return float(np.mean([(r**2).sum() for r in rows]) / (np.mean(rows, axis=0) ** 2).sum())
 
+    (room,) = [r for s, r in STAGES if s is last]
+    again = measures(["diversity"])["diversity"].look(last, room)
+    assert again is not None
+    assert {k: found["diversity"][k] for k in again} == again, "what is looked at in float64 below is what is journaled"
+    replies = [replace(r, up=Payload(params=widened(r.up.params))) for r in last.replies]
+    start = widened(last.before.params)
+    wide = replace(last, before=replace(last.before, params=start), replies=replies)
+    exact = measures(["diversity"])["diversity"].look(
+        wide, replace(room, inputs=Wide(room.inputs.mean, room.inputs.std))
+    )
+    assert exact is not None
     gradients, updates = [], []
     for client, params in last.local_models.items():
-        x, y = trained(client)
-        leaves = {k: v.double().requires_grad_() for k, v in last.before.params.items()}
+        x, y = trained(client, Wide)
+        leaves = {k: v.clone().requires_grad_() for k, v in start.items()}
         torch.nn.functional.cross_entropy(logits(leaves, x), y).backward()
         gradients.append(np.concatenate([v.grad.numpy().ravel() for v in leaves.values()]))
-        start = last.before.params
-        updates.append(np.concatenate([(start[k].double() - params[k].double()).numpy().ravel() for k in params]))
-    assert found["diversity"]["gradients"] == pytest.approx(ratio(gradients), rel=1e-3)
-    assert found["diversity"]["updates"] == pytest.approx(ratio(updates), rel=1e-3)
-    assert found["diversity"]["gradients"] > 1
+        updates.append(np.concatenate([(start[k] - params[k].double()).numpy().ravel() for k in params]))
+    assert exact["gradients"] == pytest.approx(ratio(gradients), rel=NEAR)
+    assert exact["updates"] == pytest.approx(ratio(updates), rel=NEAR)
+    assert exact["gradients"] > 1
 
 
 @pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised", "flower"])

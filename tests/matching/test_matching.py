@@ -19,6 +19,9 @@ from fedstill.records import ModelSpec
 
 FREE = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
 """A prior that says nothing, and no wish for new units: what is the same is found, and is left as it is."""
+LEFT = 1e-7
+"""The prior still pulls a unit by about a billionth in each layer, thrice that where a client holds a third of a class,
+and numbers are up to 10."""
 
 MLP = ModelSpec("mlp", (1, 4, 4), 5, (("hidden", (7, 6)), ("projection", 0)))
 CNN = ModelSpec("digits_cnn", (1, 8, 8), 5)
@@ -157,7 +160,7 @@ def test_permuted_copies_of_one_network_are_that_network(spec: ModelSpec) -> Non
     one = some(spec, 1)
     found = together(spec, [one, permuted(spec, one, 2), permuted(spec, one, 3)], FREE, EVEN)
     assert {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in one.items()}
-    torch.testing.assert_close(outputs(spec, found), outputs(spec, one), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs(spec, found), outputs(spec, one), rtol=LEFT, atol=LEFT)
 
 
 @FREED
@@ -165,7 +168,7 @@ def test_one_client_keeps_its_own_network(spec: ModelSpec) -> None:
     one = some(spec, 1)
     found = together(spec, [one], FREE)
     for key, value in one.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found[key], value, rtol=LEFT, atol=LEFT)
 
 
 @FREED

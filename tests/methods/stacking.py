@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
 import plain
@@ -17,8 +16,12 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
-from fedstill.records import Examples, Reply, State
+from fedstill.records import Reply, State
+from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
+
+Rounds = tuple[State, list[Reply], list[Refusal]]
+"""The state after some rounds, and all replies and refusals on the way."""
 
 PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 
@@ -38,30 +41,18 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     return toys.toy(**{"method": name, **values, **changes})
 
 
-def in_double(ready: Prepared) -> Prepared:
-    """The same run with data and initial parameters in float64."""
-    world, sites = ready.world, ready.sites
-    for client in (-1, *range(world.clients)):
-        start = world.initial(client)
-        world._initial[world.model(client)] = {k: v.double() if v.is_floating_point() else v for k, v in start.items()}
-
-    def wide(examples: Examples | None) -> Examples | None:
-        return examples and replace(examples, images=sites.inputs.plain(examples.images).double())
-
-    wider = replace(sites, train=wide(sites.train), public=wide(sites.public), common_test=wide(sites.common_test))
-    return replace(ready, sites=wider)
-
-
-def rounds(ready: Prepared, count: int = 2) -> tuple[State, list[Reply], list[Refusal]]:
+def rounds(ready: Prepared, count: int = 2) -> Rounds:
     """The state after some rounds, and all replies and refusals on the way."""
     method, world, rules = ready.settings.method, ready.world, ready.settings.rules
     replies: list[Reply] = []
     refused: list[Refusal] = []
 
-    def watch(stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
-        replies.extend(came)
-        refused.extend(gone)
+    class Watching(Unwatched):
+        def stage(self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
+            replies.extend(came)
+            refused.extend(gone)
 
+    watch = Watching()
     with closing(ready.engine()) as engine:
         state = method.setup(world)
         if "label_counts" in method.requires():

@@ -12,6 +12,7 @@ from test_plain_one_shot import ready
 from torch import Tensor, nn
 
 import toys
+from double import NEAR
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.journal import read_journal
@@ -19,7 +20,7 @@ from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for
 
 SINGLE = {"query": {"draw": "single", "fewer_than": 8}}
-NOISE = torch.randn(20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe")))
+NOISE = torch.randn(20, 1, toys.SIDE, toys.SIDE, generator=generator(seed_for(7, 0, 0, -1, "probe"))).double()
 
 
 def clue(**changes: object) -> Prepared:
@@ -66,16 +67,16 @@ def test_helper_patch_and_vote_are_those_of_plain_modules() -> None:
     students, predictors = state.extra.many("student"), prepared.settings.method.predictors(state, prepared.world)
     assert set(students) == set(plain.queries)
     assert set(predictors) == {f"client {c}" for c in plain.queries}
-    x = torch.randn(9, 1, toys.SIDE, toys.SIDE, generator=generator(1))
+    x = torch.randn(9, 1, toys.SIDE, toys.SIDE, generator=generator(1)).double()
     for c, params in students.items():
-        made, votes = plain.patched(c), torch.tensor(plain.votes(c))
+        made, votes = plain.patched(c), torch.tensor(plain.votes(c), dtype=torch.float64)
         check(params, made.state_dict())
         moved = sum(int((params[k] != v).sum()) for k, v in plain.nets[c].state_dict().items())
         assert 0 < moved <= sum(max(1, round(0.2 * v.numel())) for v in params.values())
-        torch.testing.assert_close(state.extra.tensor(f"vote.{c}"), votes, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.extra.tensor(f"vote.{c}"), votes, rtol=0, atol=NEAR)
         both: Tensor = torch.stack([plain.nets[c](x).softmax(1), made(x).softmax(1)])
         expected = (votes.reshape(2, 1, 1) / votes.sum() * both).sum(0).detach()
-        torch.testing.assert_close(predictors[f"client {c}"](x).exp(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(predictors[f"client {c}"](x).exp(), expected, rtol=0, atol=NEAR)
 
 
 def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def decoupled(first: Term, second: Term, alpha: float, beta: float, tau: float):
 
 def self_distilled(part: str, weight: float, tau: float, b1: float, b2: float):
     def loss(teacher: nn.Module, fed: Federation, client: int, phi: float):
-        share = torch.tensor(fed.shares(client), dtype=torch.float32)
+        share = torch.tensor(fed.shares(client))
 
         def value(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             z, t = model(x), teacher(x).detach()

@@ -85,7 +85,7 @@ def matched(models: list[Params], counts: np.ndarray, gamma: float, s2: float, s
         "head.weight": units[:, 17:].T,
         "head.bias": head,
     }
-    return {k: torch.from_numpy(np.ascontiguousarray(v)).float() for k, v in found.items()}
+    return {k: torch.from_numpy(np.ascontiguousarray(v)) for k, v in found.items()}
 
 
 @pytest.mark.parametrize("gamma", [1e-3, 50.0])
@@ -127,11 +127,12 @@ def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
     prepared = ready({**ONE, "gamma": [50.0]})
     state = drive(prepared)[0][-1]
     assert state.model is not None
-    save_model(tmp_path / "model", state.model, state.params)
+    made = {k: v.float() for k, v in state.params.items()}  # as every run keeps it
+    save_model(tmp_path / "model", state.model, made)
     spec, params = load_model(tmp_path / "model")
     assert spec == state.model
     x = torch.randn(3, 1, toys.SIDE, toys.SIDE)
-    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(state.model, state.params)(x))
+    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(state.model, made)(x))
 
 
 def test_models_that_differ_or_cannot_be_matched_are_refused_by_name() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from plain import PLAN, Params, check, drive, ready_for
+from plain import PLAN, Params, check, drive, normal, ready_for
 from torch import Tensor, nn
 
 import toys
@@ -33,11 +33,6 @@ def federation(method: object, **changes: object) -> Prepared:
     return ready_for(method, **{**values, **changes})
 
 
-def normal(ready: Prepared, images: Tensor) -> Tensor:
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (ready.dataset.mean, ready.dataset.std))
-    return (images.float() / 255 - mean) / std
-
-
 @dataclass
 class Plainly:
     """Everybody's models, and how they train."""
@@ -55,7 +50,7 @@ class Plainly:
         self.public, self.public_labels = normal(self.ready, public.images), public.labels
 
     def net(self, client: int) -> nn.Module:
-        made = contract.build(self.ready.world.model(client))
+        made = contract.build(self.ready.world.model(client)).double()
         made.load_state_dict(self.models[client])
         return made
 
@@ -84,16 +79,13 @@ class Plainly:
     def says(self, client: int) -> Tensor:
         return self.net(client).eval()(self.public)
 
-    def compare(self, tolerance: float = 0.0) -> None:
+    def compare(self) -> None:
         states, memory = drive(self.ready)
         ours = {SERVER: states[-1].params, **{c: memory.load(c).params for c in CLIENTS}}
         for who, model in ours.items():
-            if not tolerance:
-                check(model, self.models[who])
-            for key, value in self.models[who].items():
-                torch.testing.assert_close(model[key], value, rtol=1e-3, atol=tolerance or 1e-5)
-                start = self.ready.world.initial(who)[key]
-                assert float((value - start).abs().max()) > 10 * (tolerance or 1e-5), "it learned something"
+            check(model, self.models[who])
+            for key, start in self.ready.world.initial(who).items():
+                assert float((model[key] - start).abs().max()) > 1e-4, "it learned something"
 
 
 def ce(z: Tensor, y: Tensor) -> Tensor:
@@ -186,4 +178,4 @@ def test_fedmd(first: str) -> None:
             fed.fit(c, round, where, fed.public, target, nn.functional.l1_loss)
     for c in CLIENTS:
         fed.fit(c, 2, 3, *fed.own(c), ce)
-    fed.compare(tolerance=1e-3)  # the sign of an error, through Adam, doubles the last bit's weight
+    fed.compare()

@@ -6,21 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain import (
-    PLAN,
-    Federation,
-    Params,
-    average,
-    ce,
-    check,
-    check_matters,
-    drive,
-    experiment,
-    ready_for,
-)
+from plain import PLAN, Federation, Params, average, ce, check, check_matters, drive, experiment, ready_for
 from torch import Tensor, nn
 
 import toys
+from double import in_double
 from fedstill.data.partition import public_split
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.settle import settle
@@ -140,7 +130,8 @@ def test_feddf_never_reads_a_public_label() -> None:
     ready, data = ready_for("feddf", **PUBLIC), toys.blobs()
     labels = data.train.labels.clone()
     labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
-    other = prepare(settle(experiment("feddf", **PUBLIC)), replace(data, train=Examples(data.train.images, labels)))
+    relabelled = replace(data, train=Examples(data.train.images, labels))
+    other = in_double(prepare(settle(experiment("feddf", **PUBLIC)), relabelled))
     assert ready.sites.public is not None
     assert other.sites.public is not None
     assert int(other.sites.public.labels.sum()) == 0 < int(ready.sites.public.labels.sum())

@@ -13,6 +13,7 @@ from plain import Federation, Loss, Params, Sent, average, ce, check, check_matt
 from test_plain_distilling import at, binary, decoupled, gini, kl, removed
 from torch import Tensor, nn
 
+from double import NEAR
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
 
@@ -176,7 +177,7 @@ def several(name: str, a: float, tau: float, b: float = 0.0) -> Objective:
 
 def confident(logits: list[Tensor], y: Tensor) -> Tensor:
     if len(logits) == 1:
-        return torch.ones(1, len(y))
+        return torch.ones(1, len(y)).double()
     cost = torch.stack([-at(t.softmax(1), y).log() for t in logits])
     return (1 - cost.softmax(0)) / (len(logits) - 1)
 
@@ -270,7 +271,7 @@ def test_cwc(fields: dict[str, object]) -> None:
         theirs = store.total(params)
         ours = {k: float(values["decay"]) * v for k, v in states[-1].extra.tensors("importance").items()}  # type: ignore[arg-type]
         for k in theirs:
-            torch.testing.assert_close(ours[k], theirs[k], rtol=2e-3, atol=1e-4)
+            torch.testing.assert_close(ours[k], theirs[k], rtol=NEAR, atol=NEAR)
 
 
 def on_a_chain(ready: Prepared, loss: Callable[[nn.Module, Federation, int, float], Loss], phis=None) -> Params:

@@ -9,10 +9,10 @@ import plain
 import pytest
 import torch
 from plain import Federation, Params, ce, drive
-from stacking import in_double
 from torch import Tensor, nn
 
 import toys
+from double import NEAR, in_double
 from fedstill.data.examples import Dataset
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
@@ -36,14 +36,14 @@ def ready(method: object, model: object = RESNET, **changes: object) -> Prepared
         "topology": {"clients": 2},
         "plan": {"epochs": 1, "batch": SIZE},
     }
-    return prepare(settle(plain.experiment(method, **{**given, **changes})), images())
+    return in_double(prepare(settle(plain.experiment(method, **{**given, **changes})), images()))
 
 
 @pytest.mark.parametrize(
     "model", [RESNET, pytest.param({"name": "resnet50", "norm": "batch"}, marks=pytest.mark.slow)], ids=str
 )
 def test_running_statistics_are_averaged_like_weights(model: object) -> None:
-    prepared = in_double(ready("fedavg", model, plan={"epochs": 1, "batch": plain.PLAN["batch"]}))
+    prepared = ready("fedavg", model, plan={"epochs": 1, "batch": plain.PLAN["batch"]})
     fed = Federation(prepared, epochs=1)
     sent = [fed.fit(fed.start, ce, 1, c) for c in range(2)]
     expected, ours = plain.average(sent), drive(prepared)[0][-1].params
@@ -54,7 +54,7 @@ def test_running_statistics_are_averaged_like_weights(model: object) -> None:
         assert ours[key].dtype == torch.int64
         assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), "the batches of a client"
     for key in set(ours) - set(counters):
-        torch.testing.assert_close(ours[key], expected[key], rtol=0, atol=1e-9)
+        torch.testing.assert_close(ours[key], expected[key], rtol=0, atol=NEAR)
     a, b = (s.params["body.stem.1.running_mean"] for s in sent)
     assert not torch.allclose(a, b), "the clients' differ, so their mean says something"
 
@@ -89,7 +89,7 @@ def test_the_head_is_refined_on_features_in_evaluation_mode_and_nothing_else_mov
             assert torch.equal(params[key], one[c][key]), key
         net = fed.net({**one[c], **{k: v for k, v in local[c].items() if k.startswith("head.")}})
         head = one_step(net.eval(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
-        torch.testing.assert_close(params["head.weight"], head["weight"], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(params["head.weight"], head["weight"], rtol=0, atol=NEAR)
         trained = one_step(copy.deepcopy(net).train(), *fed.data(c), generator(seed_for(7, 1, 2, c, "order")))
         assert not torch.allclose(params["head.weight"], trained["weight"], atol=1e-5), "in training mode it differs"
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import stacking
 import torch
+from stacking import Rounds
 from torch import Tensor
 
 import toys
+from double import NEAR, in_double
 from fedstill import registry
 from fedstill.data.sources import from_tensors
 from fedstill.engines.vectorised import VectorisedEngine
@@ -23,22 +25,19 @@ from fedstill.work import ClientWork
 
 METHODS = registry.names("method")
 
-TOLERANCE = {torch.float64: 1e-11, torch.float32: 5e-4}
-"""How far entries may lie apart after two rounds; in float32 every method but Adam's keeps to 1e-6."""
 
-CHAOTIC = {"fedalign"}
-"""Its term is divided by its own size: in float32 a start that differs by 2e-7 moves the serial run by 3e-2 too."""
+def assert_same(name: str, **changes: object) -> None:
+    runs = [in_double(stacking.ready(name, engine, **changes)) for engine in ("serial", "vectorised")]
+    assert_equal(*map(stacking.rounds, runs))
 
 
-def assert_same(name: str, double: bool, **changes: object) -> None:
-    runs = [stacking.ready(name, engine, **changes) for engine in ("serial", "vectorised")]
-    (one, ours, no), (many, theirs, none) = (stacking.rounds(stacking.in_double(r) if double else r) for r in runs)
+def assert_equal(serial: Rounds, stacked: Rounds) -> None:
+    (one, ours, no), (many, theirs, none) = serial, stacked
     assert [(r.client, r.reason) for r in no] == [(r.client, r.reason) for r in none]
-    atol = TOLERANCE[torch.float64 if double else torch.float32]
     expected, got = stacking.tensors(one), stacking.tensors(many)
     assert expected.keys() == got.keys()
     for key in expected:
-        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=atol, msg=lambda m, k=key: f"{k}: {m}")
+        torch.testing.assert_close(got[key], expected[key], rtol=0, atol=NEAR, msg=lambda m, k=key: f"{k}: {m}")
     assert len(ours) == len(theirs) > 0
     for a, b in zip(ours, theirs, strict=True):
         assert (a.client, a.examples, a.metrics.get("steps"), a.metrics.get("epochs")) == (
@@ -47,7 +46,7 @@ def assert_same(name: str, double: bool, **changes: object) -> None:
             b.metrics.get("steps"),
             b.metrics.get("epochs"),
         )
-        assert a.metrics.get("loss", {}) == pytest.approx(b.metrics.get("loss", {}), abs=atol)
+        assert a.metrics.get("loss", {}) == pytest.approx(b.metrics.get("loss", {}), abs=NEAR)
 
 
 ON_A_CHAIN_ONLY = {"fedseq", "cwc", "toy_chain"}
@@ -58,18 +57,18 @@ def stackable(name: str) -> bool:
     return name not in ON_A_CHAIN_ONLY
 
 
-SEND_LOGITS = {n for n in METHODS if registry.lookup("method", n).build().topology == "public_logits"}
-"""They demand float32 of the logits in their replies, and are tested in that."""
-
-
-@pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in SEND_LOGITS])
+@pytest.mark.parametrize("name", [n for n in METHODS if stackable(n)])
 def test_every_method_is_the_serial_engines_in_float64(name: str) -> None:
-    assert_same(name, double=True)
+    assert_same(name)
 
 
-@pytest.mark.parametrize("name", [n for n in METHODS if stackable(n) and n not in CHAOTIC])
-def test_every_method_is_near_the_serial_engines_in_float32(name: str) -> None:
-    assert_same(name, double=False)
+@pytest.mark.parametrize("name", [n for n in METHODS if stackable(n)])
+def test_what_is_stacked_in_float32_stays_float32(name: str) -> None:
+    """A reply of another type would be refused."""
+    state, replies, refused = stacking.rounds(stacking.ready(name, "vectorised"))
+    assert replies
+    assert {r.client for r in refused} == {"toy_failing": {0}, "toy_troubled": {1, 2}}.get(name, set())
+    assert {v.dtype for v in state.params.values()} <= {torch.float32, torch.int64}
 
 
 @pytest.mark.parametrize(
@@ -84,37 +83,29 @@ def test_every_method_is_near_the_serial_engines_in_float32(name: str) -> None:
     ],
 )
 def test_every_plan_is_the_serial_engines(plan: dict[str, object]) -> None:
-    assert_same("fedntd_asd", double=True, plan={**stacking.PLAN, **plan})
+    assert_same("fedntd_asd", plan={**stacking.PLAN, **plan})
 
 
 def test_an_objective_that_changes_with_the_epoch_is_the_serial_engines() -> None:
     """Clients of a stack are in different epochs at one time."""
-    assert_same("camkd", double=True, method={"name": "camkd", "feature_weight": 1.0})
+    assert_same("camkd", method={"name": "camkd", "feature_weight": 1.0})
 
 
 def test_several_architectures_are_stacked_apart() -> None:
     models = {"clients": {"models": ("mlp", "logistic")}, "model": {"name": "mlp", "hidden": (8,)}}
-    assert_same("toy_logits", double=False, **models)
+    assert_same("toy_logits", **models)
 
 
 def test_augmented_images_are_the_serial_engines() -> None:
     images = {"data": {"augment": ("crop", "flip")}, "model": "digits_cnn", "topology": {"clients": 4}}
-    states = []
-    for engine in ("serial", "vectorised"):
-        state, replies, refused = stacking.rounds(
-            prepare(settle(stacking.experiment("fedntd", engine, **images)), toys.blobs_of(8))
-        )
-        assert replies
-        assert not refused
-        states.append(stacking.tensors(state))
-    for key, expected in states[0].items():
-        torch.testing.assert_close(states[1][key], expected, rtol=0, atol=1e-5)
+    runs = [settle(stacking.experiment("fedntd", engine, **images)) for engine in ("serial", "vectorised")]
+    assert_equal(*(stacking.rounds(in_double(prepare(r, toys.blobs_of(8)))) for r in runs))
 
 
 @pytest.mark.parametrize(("most", "room"), [(2, 1e9), (4, 1e9), (50, 1.0)])
 def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     """A stack that holds one client is the serial engine's loop itself."""
-    ready = stacking.ready("fedntd", "vectorised")
+    ready = in_double(stacking.ready("fedntd", "vectorised"))
     engine = ready.engine()
     assert isinstance(engine, VectorisedEngine)
     engine.most, engine.stack_bytes = most, room
@@ -125,11 +116,11 @@ def test_stacks_of_any_size_agree(most: int, room: float) -> None:
     assert sorted(client for cohort in cohorts for client in cohort) == sorted(stage.clients)
     assert max(map(len, cohorts)) <= (most if room > 1 else 1)
     got = engine.run(work, stage, downs, 7)
-    expected = stacking.ready("fedntd", "serial").engine().run(work, stage, downs, 7)
+    expected = in_double(stacking.ready("fedntd", "serial")).engine().run(work, stage, downs, 7)
     for a, b in zip(got, expected, strict=True):
         assert a.client == b.client
         for k in b.up.params:
-            torch.testing.assert_close(a.up.params[k], b.up.params[k], rtol=0, atol=1e-5)
+            torch.testing.assert_close(a.up.params[k], b.up.params[k], rtol=0, atol=NEAR)
     engine.close()
 
 
@@ -188,7 +179,7 @@ def test_what_cannot_be_stacked_is_refused_before_round_1(changes: dict[str, obj
 
 def test_frozen_running_statistics_can_be_stacked() -> None:
     frozen = {**stacking.PLAN, "norm": "frozen"}
-    assert_same("fedavg", double=True, model="toy_batchnorm", plan=frozen)
+    assert_same("fedavg", model="toy_batchnorm", plan=frozen)
 
 
 def test_one_image_a_client() -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
+from double import NEAR
 from fedstill import registry
 from fedstill.errors import ConfigError
 
@@ -53,11 +54,12 @@ SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4}
 
 
 def make(name: str, shape: tuple[int, int, int], classes: int = 10, **fields: object) -> nn.Module:
+    """A model in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = registry.lookup("model", name).build(shape, classes, **fields)
     assert isinstance(made, nn.Module)
-    return made
+    return made.double()
 
 
 @pytest.mark.parametrize(("name", "shape", "classes", "fields", "count"), COUNTS)
@@ -94,10 +96,10 @@ def test_a_model_learns_something_in_all_its_parts_and_keeps_its_input(name: str
     side = max(8, SMALLEST[name])
     model = make(name, (1, side, side), 4)
     source = torch.Generator().manual_seed(1)
-    x = torch.randn(3, 1, side, side, generator=source)
+    x = torch.randn(3, 1, side, side, generator=source).double()
     before = x.clone()
     out = model.eval()(x)
-    torch.testing.assert_close(out, model.get_submodule("head")(model.get_submodule("body")(x)))
+    torch.testing.assert_close(out, model.get_submodule("head")(model.get_submodule("body")(x)), rtol=0, atol=NEAR)
     out.square().sum().backward()
     assert torch.equal(x, before)
     for key, p in model.named_parameters():
@@ -110,8 +112,8 @@ def test_no_model_has_running_statistics_by_default_and_examples_stand_alone(nam
     side = max(8, SMALLEST[name])
     model = make(name, (1, side, side), 4)
     assert dict(model.named_buffers()) == {}
-    x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(model.eval()(x)[:1], model(x[:1]), rtol=1e-4, atol=1e-5)
+    x = torch.randn(3, 1, side, side, generator=torch.Generator().manual_seed(1)).double()
+    torch.testing.assert_close(model.eval()(x)[:1], model(x[:1]), rtol=0, atol=NEAR)
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "mlp", "logistic", "resnet10"])
@@ -122,22 +124,24 @@ def test_clients_can_be_stacked(name: str) -> None:
     for p in models[1].parameters():
         p.data.mul_(0.5)
     params, buffers = stack_module_state(models)
-    x = torch.randn(2, 3, 1, side, side, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(2, 3, 1, side, side, generator=torch.Generator().manual_seed(1)).double()
 
     def run(params: dict[str, Tensor], x: Tensor) -> Tensor:
         out: Tensor = functional_call(models[0], (params, buffers), (x,))
         return out
 
     each = torch.stack([model(x[k]) for k, model in enumerate(models)])
-    torch.testing.assert_close(vmap(run)(params, x), each, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(vmap(run)(params, x), each, rtol=0, atol=NEAR)
 
 
 def test_the_three_norms_of_a_resnet() -> None:
-    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
     batch, stats, group = (make("resnet10", (3, 16, 16), norm=n) for n in ("batch", "batch_stats", "group"))
     assert list(group.state_dict()) == list(stats.state_dict()) == [k for k, _ in batch.named_parameters()]
     assert "body.stem.1.running_mean" in batch.state_dict()
-    torch.testing.assert_close(batch.train()(x), stats.eval()(x))  # one batch's statistics, in evaluation too
+    torch.testing.assert_close(
+        batch.train()(x), stats.eval()(x), rtol=0, atol=NEAR
+    )  # one batch's statistics, in evaluation too
     assert not torch.allclose(stats(x)[:2], stats(x[:2]), atol=1e-3)
     assert not torch.allclose(batch.eval()(x), stats(x), atol=1e-3)
     with pytest.raises(ConfigError, match="group"):
@@ -161,8 +165,8 @@ def test_batch_statistics_need_more_than_one_place(name: str, least: int, norm: 
         make(name, (1, least - 1, 28), norm=norm)
     if name == "resnet56":
         model = make(name, (1, least, least), norm=norm)
-        assert model.train()(torch.zeros(1, 1, least, least)).isfinite().all()
-        assert make(name, (1, 1, 1))(torch.zeros(1, 1, 1, 1)).isfinite().all()
+        assert model.train()(torch.zeros(1, 1, least, least).double()).isfinite().all()
+        assert make(name, (1, 1, 1))(torch.zeros(1, 1, 1, 1).double()).isfinite().all()
 
 
 def test_options_of_the_registry() -> None:
@@ -180,7 +184,7 @@ def test_options_of_the_registry() -> None:
 
 def test_dropout_is_for_training_and_can_be_turned_off() -> None:
     model = make("simple_cnn", (1, 8, 8))
-    x = torch.ones(2, 1, 8, 8)
+    x = torch.ones(2, 1, 8, 8).double()
     assert torch.equal(model.eval()(x), model(x))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -36,11 +36,11 @@ def test_off_it_changes_nothing() -> None:
 
 
 def test_rows_are_clipped_each_by_itself() -> None:
-    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]])
+    rows = torch.tensor([[3.0, 4.0], [0.1, 0.0], [0.0, 0.0], [1e30, 0.0], [float("nan"), 1.0]], dtype=torch.float64)
     clipped = clip_rows(rows, 2.0)
     expected = [[1.2, 1.6], [0.1, 0.0], [0.0, 0.0], [2.0, 0.0], [0.0, 0.0]]
-    torch.testing.assert_close(clipped, torch.tensor(expected))
-    assert clipped.norm(dim=1).max() <= 2.0 + 1e-6
+    torch.testing.assert_close(clipped, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    assert clipped.norm(dim=1).max() <= 2.0 + 1e-12
 
 
 def test_noise_has_the_spread_that_is_said_and_is_drawn_by_key() -> None:

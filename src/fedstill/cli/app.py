@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
+from fedstill.errors import FedstillError
 from fedstill.version import VERSION
 
 app = App(
@@ -31,7 +34,19 @@ Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 Settings = Annotated[
     tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False, show_default=False)
 ]
+Debug = Annotated[bool, Parameter(negative="", show_default=False)]
 Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", show_default=False)]
+
+
+@contextmanager
+def tracebacks(shown: bool) -> Iterator[None]:
+    """Print the traceback of an error, and of what caused it, if they are to be shown; the error goes on."""
+    try:
+        yield
+    except FedstillError as error:
+        if shown:
+            traceback.print_exception(error)
+        raise
 
 
 def say(text: str, code: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Debug, Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
@@ -23,6 +24,7 @@ def compare_command(
     jobs: Jobs = None,
     set_: Settings = (),
     tensorboard: bool = False,
+    debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
     """Run several methods, settings and seeds side by side, print one table, and write a report.
@@ -38,6 +40,7 @@ def compare_command(
         jobs: How many runs at once. Unset, one a core, as far as memory goes.
         set_: A value over the file's, as key=value. May be repeated.
         tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+        debug: End a run with the first client that fails, and print the traceback of whatever fails.
         quiet: No progress bar.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
@@ -47,7 +50,7 @@ def compare_command(
     experiment = load(config, set_)
     folder = out or new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
-    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
+    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard, debug=debug)
 
 
 @app.command
@@ -101,6 +104,7 @@ def carry_out(
     *,
     quiet: bool,
     tensorboard: bool = False,
+    debug: bool = False,
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
@@ -110,7 +114,7 @@ def carry_out(
 
     rounds = sum(v.settings.rounds for v in with_starts(runs))
     with terminal.CompareBar(rounds, quiet=quiet) as bar:
-        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show)
+        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
     screen = terminal.console()
     asked = {v.folder for v in runs}
     begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
@@ -128,6 +132,8 @@ def carry_out(
             screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)
     worst = 0
     for o in outcomes:
+        if debug and o.trace:
+            print(o.trace, file=sys.stderr)
         if o.problem:
             worst = max(worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code))
         elif o.state == "waiting":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedstill.cli.app import Quiet, Settings, app, say
+from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
@@ -24,6 +24,7 @@ def run_command(
     set_: Settings = (),
     engine: Literal["serial", "pooled", "flower"] | None = None,
     federation: Path | None = None,
+    debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
     """Run one experiment to its end.
@@ -34,6 +35,7 @@ def run_command(
         set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
         engine: How stages are carried out, over the file's.
         federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+        debug: End with the traceback of the first client that fails, and of whatever else fails.
         quiet: No progress bar.
     """
     from fedstill.experiment.config.experiment import load
@@ -46,20 +48,21 @@ def run_command(
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.run(experiment, out, watch=bar)
+            result = runner.run(experiment, out, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
 
 
 @app.command(name="resume")
-def resume_command(directory: Path, *, quiet: Quiet = False) -> int:
+def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
     """Go on with a run that was stopped or killed, to the same bits as if it had not been.
 
     Args:
         directory: The run's directory.
+        debug: End with the traceback of the first client that fails, and of whatever else fails.
         quiet: No progress bar.
     """
     from fedstill.experiment.progress import Interrupted
@@ -67,9 +70,9 @@ def resume_command(directory: Path, *, quiet: Quiet = False) -> int:
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.resume(directory, watch=bar)
+            result = runner.resume(directory, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)

@@ -1,4 +1,4 @@
-"""Where the data are in a simulation: one data set, cut into parts, and the view that each site has of its own."""
+"""What each site sees: its part of a data set in a simulation, its own data at a real site; and the public set."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, V
 
 
 @dataclass(frozen=True)
-class SimulatedSites:
-    """All sites of a simulation over one training set.
+class SiteViews:
+    """The views of sites over one training set: all clients' in a simulation, one client's at a real site.
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
     Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.

@@ -14,13 +14,14 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.experiment import Experiment, from_tree
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.running.runner import settings_of
+from fedstill.fields import as_table
 from fedstill.files import digest
 from fedstill.fitting import FIT, probed
 from fedstill.method import run_round
@@ -29,6 +30,7 @@ from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_files import load_model
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
+from fedstill.watch import Unwatched
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class WithGuests(RunWorld):
-    """A world in which teachers from files stand behind the clients."""
+    """A world with further teachers, from files; their ids follow those of the clients."""
 
     guests: tuple[Guest, ...] = ()
     own: int = 0
@@ -53,7 +55,7 @@ class WithGuests(RunWorld):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a query.
+    """The answer to a query, and what it changed.
 
     probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares (C,) of the clients
     among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares.
@@ -86,7 +88,7 @@ def ask(
 
     ``changes``: dotted keys of QKT or its plans (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``:
     model files beside the run's own. Where no teacher reaches the threshold, the local model is given back as it is.
-    Raises ConfigError for a query that nobody can answer, for a run without local models, or for a teacher of another
+    Raises ConfigError for a query without an answer, for a run without local models, or for a teacher of another
     class count or image shape; CorruptFile for a file that is damaged.
     """
     prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data)
@@ -130,16 +132,19 @@ def numbered(folder: Path, names: Sequence[str]) -> list[int]:
     return [int(name) if name.isdecimal() else known.index(name) for name in names]
 
 
-def _experiment(folder: Path, client: int, query: Sequence[int], changes: Mapping[str, Any]) -> Any:
-    tree = dict(settings_of(folder).tree)
-    if FIT not in tree["plan"]:
+def _experiment(folder: Path, client: int, query: Sequence[int], changes: Mapping[str, Any]) -> Experiment:
+    """The run's experiment with QKT for its method, one student and one query."""
+    run = settings_of(folder)
+    if FIT not in run.plans:
         raise ConfigError(f"{folder} has no models that clients trained alone; run method = 'local_only', then ask")
-    tree["method"] = {"name": "qkt"}
-    tree["topology"] = {"kind": "peer_to_peer", "students": (client,), "clients": tree["topology"]["clients"]}
-    kept = {k: v for k, v in tree["query"].items() if k == "fewer_than"}
-    tree["query"] = {**kept, "classes": {str(client): tuple(query)}}
-    tree["plan"] = {FIT: tree["plan"][FIT]}
-    tree["rounds"] = 1
+    tree = {
+        **run.tree,
+        "rounds": 1,
+        "method": {"name": "qkt"},
+        "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
+        "query": {"fewer_than": run.query.fewer_than, "classes": {str(client): tuple(query)}},
+        "plan": {FIT: as_table(run.plans[FIT])},
+    }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, "command line")
 
 
@@ -184,7 +189,7 @@ def _learn(
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
     stages = prepared.settings.topology(1, prepared.world)
     with closing(replace(prepared, world=world).engine(measured=False)) as engine:
-        state = run_round(method, state, stages, world, engine, lambda *_: None, prepared.settings.rules)
+        state = run_round(method, state, stages, world, engine, Unwatched(), prepared.settings.rules)
     return state.extra.many("student")[client]
 
 

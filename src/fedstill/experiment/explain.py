@@ -1,4 +1,4 @@
-"""What a run will do, worked out before it starts: stages, steps, bytes, memory."""
+"""What a run will do, computed before it starts: stages, steps, bytes, memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import docstrings, registry
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measured_rounds, measures
@@ -57,7 +57,7 @@ class Arithmetic:
 
 
 def arithmetic(prepared: Prepared) -> Arithmetic:
-    """The arithmetic of round 1; ``rounds`` times this, but for sampling, is the run."""
+    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
     settings, world = prepared.settings, prepared.world
     stages = settings.topology(1, world)
     state = settings.method.setup(world)
@@ -70,7 +70,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
                 continue
             acting.add(client)
             count = _examples(prepared, client, stage)
-            if client != SERVER:  # what the server works on itself goes nowhere
+            if client != SERVER:  # what the server computes itself is not sent
                 down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
             own = _steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)

@@ -20,7 +20,7 @@ MAX_REQUEST_BYTES = 4 << 30
 
 
 def clerk_of(context: Any) -> tuple[int, Does]:
-    """Who works on a node: its ``site.toml`` says it; a node without one takes part in trials on public data."""
+    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part in trials only."""
     config = context.node_config
     if "site" in config:
         site = load_site(Path(str(config["site"])))

@@ -23,6 +23,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fedntd import FromGlobal
 from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.registry import method
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 
@@ -55,7 +56,8 @@ class Weighted(FromGlobal):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry = super().begin(down, memory, view, world)
-        return Carry(carry.params, carry.teachers, constants={"rarity": view.proportions.log().float()})
+        rarity = view.proportions.log().to(dtype_of(carry.params))
+        return Carry(carry.params, carry.teachers, constants={"rarity": rarity})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, teacher, m = step.logits(), step.teacher("global"), self.method  # (B, C) each

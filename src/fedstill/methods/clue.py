@@ -37,6 +37,7 @@ from fedstill.models.contract import predictor
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.teachers import noise
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 
@@ -73,7 +74,7 @@ class CLUE(LocalOnly):
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         own = super().expects(client, stage, world)
-        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2))
+        return own if stage.name == FIT else Payload(own, vote=torch.zeros(2, dtype=dtype_of(world.initial(client))))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == FIT:
@@ -109,8 +110,8 @@ class Patched(ClientWork):
         knows = {c: float(probed(world.model(c), p, world, self.method.samples)[wanted]) for c, p in peers.items()}
         helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
         patched = self.patched(down.params, peers[helper], wanted, view, world) if peers else dict(down.params)
-        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)])
-        both = weights if bool(weights.any()) else torch.ones(2)
+        weights = torch.tensor([self.weight(m, view) for m in (down.params, patched)], dtype=dtype_of(down.params))
+        both = weights if bool(weights.any()) else torch.ones_like(weights)
         return Carry({}, constants={"helper": helper, "patched": patched, "vote": both})
 
     def patched(self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from fedstill.keys import generator, seed_for
 from fedstill.losses import cross_entropy
 from fedstill.method import Method
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
@@ -80,7 +81,8 @@ class LogitExchange(Method):
 
     def _blank(self, world: World) -> Tensor:
         """As large as the answers of one client, for those who look at a round before it runs."""
-        return torch.zeros(min(self.subset or world.public, world.public), world.classes)
+        rows = min(self.subset or world.public, world.public)
+        return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == TEACH:

@@ -36,6 +36,7 @@ from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
 from fedstill.records import Carry, Payload, Plan, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 REFINE = "refine"
@@ -104,7 +105,7 @@ class QKT(NaiveKD):
         """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the rest."""
         if self.classes == "all":
             return torch.ones(world.classes)
-        mask = (counts > 0).float()
+        mask = (counts > 0).to(dtype_of(world.initial(client)))
         mask[list(world.queries[client])] = self.query_weight
         return mask
 

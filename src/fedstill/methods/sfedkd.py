@@ -37,6 +37,7 @@ from fedstill.methods.fedseq import FedSeq
 from fedstill.records import SERVER, Carry, Payload, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
 from fedstill.teachers import complementary
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.methods")
@@ -161,12 +162,13 @@ class Discrepant(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry, m = taught(down), self.method
-        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1))
+        kind = dtype_of(carry.params)
+        even = torch.full((len(carry.teachers), 1), 1 / max(len(carry.teachers), 1), dtype=kind)
         if not carry.teachers or not (m.g or m.h):
             return replace(carry, constants={"g": even, "h": even})
         shares = proportions(down.tensor("teacher_labels"))
         g, h = discrepancy_weights(shares, view.proportions, m.distance, m.smoothing)  # (K,) each
-        column = {"g": g.float().unsqueeze(1), "h": h.float().unsqueeze(1)}
+        column = {"g": g.to(kind).unsqueeze(1), "h": h.to(kind).unsqueeze(1)}
         return replace(carry, constants={k: v if getattr(m, k) else even for k, v in column.items()})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ class Recipe:
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:
-        """Where its runs go unless said otherwise: a folder of its own for every reduced size."""
+        """The default folder of its runs: one for every reduced size."""
         base = Path("runs") / self.name.replace("/", "-")
         if not changes:
             return base

@@ -1,4 +1,4 @@
-"""Who has which network: ``[clients] models`` by list, by share or by client; what is not said has the server's."""
+"""Which client has which network: ``[clients] models`` by list, share or client; the others have the server's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.named import fields_of
+from fedstill.experiment.config.named_tables import fields_of
 from fedstill.fields import checked, shown
 
 KEY = "clients.models"
@@ -18,9 +18,9 @@ SUM = 1e-6
 
 
 def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable[[str], str]) -> Any:
-    """What a config says of clients' networks, names resolved and fields checked, in the form in which it was said.
+    """The clients' networks as the config writes them, with names resolved and fields checked.
 
-    A list is dealt out in turn, or by share if its tables have a ``share``; a table of names and numbers is shares; a
+    A list is given out in turn, or by share if its tables have a ``share``; a table of names and numbers is shares; a
     table of client ids (``"3"``, ``"0-2"``) is by client. A network is a name, or a table of ``name`` and its fields.
     Raises ConfigError in one line that names the key.
     """
@@ -66,7 +66,7 @@ def dealt(shares: Sequence[float], clients: int) -> list[int]:
 
 
 def words(said: Any) -> Iterator[str]:
-    """Every text in what a config says of clients' networks: names of code are among them."""
+    """Every text in the config's entry on clients' networks; names of code are among them."""
     if isinstance(said, str):
         yield said
     elif isinstance(said, Mapping):

@@ -1,4 +1,4 @@
-"""An experiment as it was asked for: a config file, what goes over it, and where each value came from."""
+"""An experiment as it was asked for: a config file, its overrides, and where each value came from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.tables import TopKeys
 from fedstill.fields import shown
@@ -20,7 +20,7 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Experiment(TopKeys):
-    """One run as it was asked for: only what differs from the defaults needs to be said.
+    """One run as it was asked for: it holds only what differs from the defaults.
 
     The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
     checked when the run is settled, not here. ``origins`` says where a dotted key came from, ``base`` is the folder

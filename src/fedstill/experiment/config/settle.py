@@ -14,7 +14,7 @@ from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.named import NAMED, Named, read_named, resolved_name
+from fedstill.experiment.config.named_tables import NAMED, Named, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.settings import NamedTables, Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys

@@ -74,7 +74,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class ClientsTable:
-    """``[clients]``: when a stage counts, and whose architectures are other than the server's."""
+    """``[clients]``: which replies are accepted, how many are needed, and which client has another network."""
 
     quorum: PositiveShare = 0.5
     """The share of a stage's clients that must reply well; with fewer the run stops."""
@@ -85,7 +85,7 @@ class ClientsTable:
 
     @property
     def rules(self) -> Rules:
-        """What the server takes of clients' replies."""
+        """Which replies the server accepts."""
         return Rules(self.quorum, self.norm_limit)
 
 

@@ -70,7 +70,7 @@ class Reports:
 
 @dataclass(frozen=True)
 class Room:
-    """Where a measure works: the world, the common test set, and, in a simulation only, the clients' own data.
+    """What a measure may use: the world, the common test set, and, in a simulation only, the clients' own data.
 
     ``folder``: the run's directory, for what is too large for the journal.
     """
@@ -82,7 +82,7 @@ class Room:
     folder: Path | None = None
 
     def keep(self, name: str, tensors: Tensors) -> str:
-        """Write tensors beside the journal, under ``measures/``, and give the file's name for it; nothing in memory."""
+        """Write tensors to a file under ``measures/`` and return its name for the journal; empty without a folder."""
         if self.folder is None:
             return ""
         make_folder(self.folder / MEASURES_FOLDER)
@@ -100,7 +100,7 @@ class Room:
         return ModelPasses(self.spec, self.inputs)
 
     def some(self, size: int) -> Examples:
-        """So many test images, the same in every round and run, with the classes' shares kept."""
+        """``size`` test images, the same in every round and run, with the classes' shares kept."""
         return self.test if size >= len(self.test) else self.test.take(stratified(self.test.labels, size, seed=0))
 
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:
@@ -118,7 +118,7 @@ class Measure:
     """A measure of one of two kinds, or both; what it gives is written to the journal.
 
     On the server ``look`` is called after each stage of a measured round. At clients ``at_client`` is called when their
-    work is done, where a common server would not see their models; its fields stand in the clients' events, and
+    work is done, where a common server would not see their models; its fields are in the clients' events, and
     ``of_round`` sums them up in the event of the round.
 
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
@@ -144,7 +144,7 @@ class Measure:
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if it can.
 
-        Asked of reports that came over a wire, before anything is made of them.
+        Called for reports that came over a network, before they are used.
         """
         return ""
 
@@ -189,7 +189,7 @@ def seconds_at_clients(events: Sequence[Mapping[str, Any]], names: Sequence[str]
 
 
 def named_models(seen: Happened, most: int) -> Iterator[tuple[str, Tensors]]:
-    """The model that was received, at most so many local ones (lowest ids first), and what was made of them."""
+    """The model that was received, at most ``most`` local ones (lowest ids first), and the new global one."""
     yield "received", seen.before.params
     for client, params in sorted(seen.local_models.items())[:most]:
         yield f"client {client}", params

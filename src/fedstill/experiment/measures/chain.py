@@ -1,4 +1,4 @@
-"""The measure ``chain``: what each client of a chain leaves behind, and what the next one keeps of it."""
+"""The measure ``chain``: what each client of a chain learns, and what the next one keeps of it."""
 
 from __future__ import annotations
 

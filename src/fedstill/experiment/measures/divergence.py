@@ -1,4 +1,4 @@
-"""The measure ``divergence``: how far local weights went, beside how unlike the client's labels are to the model's."""
+"""The measure ``divergence``: how far local weights moved, and how far the client's labels are from the model's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Divergence(Measure):
     """Distance of local weights from the received ones, L1 and L2, and of a client's labels from what the model knows.
 
     Source: FedNTD, section 5.2 and figure 8.
-    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean made afterwards.
+    Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean after it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})

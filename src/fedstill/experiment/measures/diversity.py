@@ -1,4 +1,4 @@
-"""The measure ``diversity``: how far clients' gradients pull apart, before training and in what training did."""
+"""The measure ``diversity``: how far the gradients of clients differ, before training, and their updates."""
 
 from __future__ import annotations
 

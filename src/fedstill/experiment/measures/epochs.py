@@ -1,4 +1,4 @@
-"""The measure ``epochs``: what local models know of their own clients' classes and of the others', epoch by epoch."""
+"""The measure ``epochs``: what local models know of their own client's classes and of the others, epoch by epoch."""
 
 from __future__ import annotations
 

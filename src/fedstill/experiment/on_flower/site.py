@@ -1,4 +1,4 @@
-"""A site: what one client's machine allows, where its data lie, and how it does a stage that a server asks for."""
+"""A site: what one client's machine allows, where its data are, and how it does a stage that a server asks for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.named import NAMED
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
@@ -36,7 +36,7 @@ from fedstill.work import Census, ClientWork
 
 @dataclass(frozen=True)
 class Site:
-    """One client's machine, as its ``site.toml`` says it.
+    """One client's machine, as its ``site.toml`` describes it.
 
     ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
     a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
@@ -79,7 +79,7 @@ class Clerk:
     ready: dict[str, Prepared] = field(default_factory=dict)
 
     def __call__(self, request: Request) -> SiteReply:
-        """The answer; whatever goes wrong is an answer too, with the reason in one line."""
+        """The answer; an error is an answer too, with the reason in one line."""
         try:
             return self._answer(request)
         except FedstillError as error:

@@ -1,10 +1,10 @@
-"""What cannot run together, method, models, data and measures, refused by name before round 1."""
+"""Refuses, by name and before round 1, methods, models, data and measures that cannot run together."""
 
 from __future__ import annotations
 
 import torch
 
-from fedstill.data.views import SimulatedSites
+from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
@@ -21,8 +21,8 @@ ASKED_OF_MODELS = {
 """What a method may need of a model: in words, and what would give it."""
 
 
-def refuse_misfits(settings: Settings, world: RunWorld, sites: SimulatedSites) -> None:
-    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would mend it."""
+def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
+    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would help."""
     method = settings.method
     name, kind = settings.named.method.name, settings.named.topology.name
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
@@ -59,7 +59,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SimulatedSites) -
     _check_public_labels(settings, sites, {s.name for s in schedule})
 
 
-def _check_public_labels(settings: Settings, sites: SimulatedSites, stages: set[str]) -> None:
+def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         raise IncompatibleMethod(
@@ -68,8 +68,8 @@ def _check_public_labels(settings: Settings, sites: SimulatedSites, stages: set[
         )
 
 
-def _check_runs(spec: ModelSpec, sites: SimulatedSites) -> None:
-    """Build a model and show it two images, so that a misfit is one clear line now and not a failed client later."""
+def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
+    """Build a model and give it two images, so that an error is one clear line now and not a failed client later."""
     some = sites.train.images[:2]
     images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:

@@ -1,4 +1,4 @@
-"""A run that is ready to start: data read and split, models known, misfits refused; its engine is built here alone."""
+"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are built only here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
-from fedstill.data.views import SimulatedSites
+from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
@@ -35,12 +35,12 @@ NO_DATA = "none"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start; its settings name the engine that ``auto`` came to."""
+    """A run that is ready to start; its settings name the engine that ``auto`` has chosen."""
 
     settings: Settings
     dataset: Dataset
     world: RunWorld
-    sites: SimulatedSites
+    sites: SiteViews
 
     def engine(
         self, memory: Memory | None = None, *, serial: bool = False, measured: bool = True, reuse: bool = True
@@ -78,7 +78,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
-        reuse_bytes()  # refused now if it is no number
+        reuse_bytes()  # raises now if it is not a number
     dataset = dataset or read_data(settings)
     train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
     test = some_of(dataset.test, settings.data.test_size, "test_size")
@@ -101,13 +101,13 @@ def sites_of(
     public: Examples | None = None,
     test: Examples | None = None,
     own_test: Examples | None = None,
-) -> SimulatedSites:
+) -> SiteViews:
     """Where a run's data are, on its device: each client's part of ``train``, the public and the common test set."""
 
     def there(examples: Examples | None) -> Examples | None:
         return None if examples is None else examples.to(settings.device)
 
-    return SimulatedSites(
+    return SiteViews(
         train=train.to(settings.device),
         parts=parts,
         classes=world.classes,

@@ -70,7 +70,7 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
 
 
 def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: Floats) -> Examples:
-    """Standard normal after normalisation, but for rounding to pixels and cutting at black and white: uint8."""
+    """Standard normal after normalisation, except that pixels are rounded and cut at black and white: uint8."""
     size = settings.data.public
     if size == 0:
         raise ConfigError("data.public_from = 'noise' needs data.public, the number of images to make")
@@ -81,7 +81,7 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
 
 
 def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
-    """``source``: a folder of images, or what ``load_dataset`` reads, with what lies in ``folder``."""
+    """``source``: a folder of images, or what ``load`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
     if place.is_dir() and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None

@@ -51,7 +51,7 @@ def weights(place: str, spec: ModelSpec) -> dict[str, Tensor]:
 
 
 def seal(place: str) -> str:
-    """The SHA-256 of the model file, by which a resume knows that it is still the same."""
+    """The SHA-256 of the model file, by which a resume checks that it is the same file."""
     return digest(file_of(place).read_bytes())
 
 

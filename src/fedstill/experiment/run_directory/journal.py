@@ -47,7 +47,7 @@ class Journal:
             raise as_named(error, self.path) from error
 
     def sync(self) -> Mark:
-        """Make all events durable; where the journal stands."""
+        """Make all events durable; the journal's mark."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -103,7 +103,7 @@ def without_times(value: Any) -> Any:
 
 
 def json_value(value: Any) -> Any:
-    """A value as JSON has it: numbers that are not finite become null."""
+    """A value for JSON: numbers that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

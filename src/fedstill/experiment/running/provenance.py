@@ -1,0 +1,46 @@
+"""What a run's bits depend on beside its config: versions, the user's own files, the model that it starts from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.config.client_models import words
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.start_weights import seal
+from fedstill.files import digest
+from fedstill.version import VERSION
+
+
+def versions(settings: Settings) -> dict[str, Any]:
+    """Fields of the event ``start``: versions, and SHA-256 of files that the config names."""
+    return {
+        "fedstill": VERSION,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "sources": sources(settings),
+        **({"start_from": seal(start)} if (start := settings.start_from) else {}),
+    }
+
+
+def sources(settings: Settings) -> dict[str, str]:
+    """SHA-256 of each file of the user's own code that the config names, by path."""
+    named = settings.named
+    names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
+    names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
+    paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
+    return {path: digest(Path(path).read_bytes()) for path in paths}
+
+
+def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
+    """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
+    for path, sha in sources(settings).items():
+        if start["sources"].get(path) != sha:
+            raise CorruptFile(f"{path} is not the file that the run was started with; put that one back to resume")
+    if (place := settings.start_from) and start.get("start_from") != seal(place):
+        raise CorruptFile(f"{place} holds another model than when the run was started; put that one back to resume")
