@@ -90,8 +90,9 @@ def test_what_the_reference_lists_can_be_imported() -> None:
 
 @pytest.mark.parametrize("kind", ["method", "measure", "partition", "topology", "model"])
 def test_the_reference_lists_the_module_of_everything_that_a_config_can_name(kind: str) -> None:
-    modules = {f"::: {registry.lookup(kind, name).target.__module__}" for name in registry.names(kind)}
-    assert sorted(modules - set(text("docs/reference.md").splitlines())) == []
+    modules = {registry.lookup(kind, name).target.__module__ for name in registry.names(kind)}
+    ours = {f"::: {module}" for module in modules if module.startswith("fedstill.")}  # other tests register toys
+    assert sorted(ours - set(text("docs/reference.md").splitlines())) == []
 
 
 @pytest.mark.parametrize("key", KEYS)

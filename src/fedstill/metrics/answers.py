@@ -31,8 +31,8 @@ def answers(
     queries: class ids by client; label_counts: (clients, C); alone: each client's event of the stage ``fit``, with
     ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
     ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
-    ``answers``, one mapping a client, and for each of ``MEASURES`` its mean ``query_…`` and population spread; a number
-    that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
+    ``answers``, one mapping a client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a
+    number that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
     """
     own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
     by_client = [

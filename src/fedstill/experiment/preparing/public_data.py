@@ -81,7 +81,7 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
 
 
 def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
-    """``source``: a folder of images, or what ``load`` reads, with what is in ``folder``."""
+    """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
     if place.is_dir() and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
