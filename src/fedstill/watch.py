@@ -1,4 +1,4 @@
-"""Who is told what became of each stage: of a good one, and of one that ends the run."""
+"""Who is told the result of each stage: of a good one, and of one that ends the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedstill.wire.screen import Refusal
 
 
 class Watch(Protocol):
-    """Who is told what became of each stage."""
+    """Who is told the result of each stage."""
 
     def stage(
         self,

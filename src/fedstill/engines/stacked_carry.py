@@ -17,7 +17,7 @@ from fedstill.records import Carry, ModelSpec, View
 class StackedCarry:
     """The carries of K clients of one structure (``Structures``) as one.
 
-    ``carry``: each tensor has a leading client axis (K, ...), but for those that are one object for all clients; a
+    ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for all clients; a
     number that differs is a tensor (K,). ``axes``: a carry of the same form that says for each value which axis is the
     clients', 0, or None where there is none. Neither says which examples a client trains on (``Carry.only``).
     """

@@ -4,7 +4,7 @@ A round: every client trains its own model on its own data and sends what it say
 the mean of what came; the server, and then every client, learns from that mean on the public images. The server distils
 by the same work as a client: it is the client whose data are the public set. A client's model never leaves its memory.
 
-A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like everybody.
+A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like the rest.
 """
 
 from __future__ import annotations

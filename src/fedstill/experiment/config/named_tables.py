@@ -21,7 +21,7 @@ NAMED = {
 """Tables that name a registered thing: under which key, and which one if none is named."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
-"""Values for parameters that a partition asks for and that we choose if nobody does."""
+"""Values for parameters that a partition asks for and that we choose if the user does not."""
 
 
 @dataclass(frozen=True)
