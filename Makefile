@@ -20,9 +20,9 @@ lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tools/house.py --found
 
-# make grid ROWS="avx2,oldest": the suite on other processors, numbers of threads, Pythons and versions; by hand.
+# make grid ROWS=avx2,python: the suite on other processors, numbers of threads, Pythons and the oldest versions; by hand.
 grid: .venv/ready
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python tests/grid.py --rows "$(ROWS)" --pip-args="$(PIP_ARGS)"
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python tests/grid.py --pip-args="$(PIP_ARGS)" --rows="$(ROWS)" $(ARGS)
 
 # make house: files, lines, the longest of both, circles of imports, names that occur twice.
 house: .venv/ready

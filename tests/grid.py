@@ -1,169 +1,190 @@
-"""The whole suite on other processors, numbers of threads, Pythons and versions: ``make grid``, by hand.
+"""The suite once for each kind of machine that this one can pretend to be, and a table of how it went.
 
-A row is one run of the suite. Its environment is made with uv where it is not there yet; a row whose Python is not on
-this machine is left out, and the table says so. The table is printed again as each row ends, and is kept in
-``FOLDER/table.md`` with what each row printed beside it, so that nothing is lost when the grid is stopped.
+    make grid                       all rows: most of an hour on two cores
+    make grid ROWS=avx2,threads     some rows; a word names all rows that begin with it
+    make grid ARGS="--folder /elsewhere tests/methods"
+
+One thing differs in each row: what torch's own kernels may use of the processor, what oneDNN's may, the number of
+threads, the Python, or all versions, which are then the oldest that pyproject.toml allows. A row that needs what this
+machine does not have (an interpreter, AVX-512) is left out, and the table says so. The table grows as rows finish, in
+build/grid/table.md, beside each row's whole output.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = "test,tensorboard,docs,flower,flower-datasets"
-ENDED = re.compile(r"(\d+) (passed|failed|skipped|errors?)")
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.peers.environments import NotInstalled, interpreter, uv  # noqa: E402
+
+PACKAGE = f"{ROOT}[test,tensorboard,docs,flower,flower-datasets]"
+"""With the extras that make test installs."""
+SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder", "-p", "no:cacheprovider")
+PROBE = """
+import platform, torch
+torch.set_num_threads(int(__import__("os").environ.get("FEDSTILL_TEST_THREADS", "1")))
+print("Python", platform.python_version(), "torch", torch.__version__, torch.backends.cpu.get_cpu_capability(),
+      torch.get_num_threads())
+"""
+HEAD = "| row | what differs | ran on | passed | failed | skipped | seconds |\n|---|---|---|---:|---:|---:|---:|\n"
+INSTALL_SECONDS, ROW_SECONDS = 3600.0, 7200.0
+
+
+class NotHere(Exception):
+    """What a row needs and this machine does not have."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the suite: where it differs from the suite as it is.
-
-    ``python``: the version; empty for the one that runs this. ``oldest``: the lowest versions that pyproject allows.
-    """
+    """A name, what is set in the environment, the Python (ours if empty), and a processor flag that it needs."""
 
     name: str
-    about: str
-    env: dict[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     python: str = ""
     oldest: bool = False
+    flag: str = ""
 
     @property
-    def place(self) -> str:
-        """The name of its environment; empty where it needs none of its own."""
-        return "oldest" if self.oldest else self.python and f"py{self.python.replace('.', '')}"
+    def differs(self) -> str:
+        """What it is that differs, for people."""
+        said = [f"{k}={v}" for k, v in self.settings.items()]
+        return ", ".join(said) or ("the oldest versions" if self.oldest else self.python and f"Python {self.python}")
 
 
-def _processor(name: str, aten: str, onednn: str) -> Row:
-    """A processor that has no more than this: torch's own kernels and oneDNN's are both held to it."""
-    env = {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn}
-    return Row(name, f"ATEN_CPU_CAPABILITY={aten}, ONEDNN_MAX_CPU_ISA={onednn}", env)
-
-
-def _threads(count: int) -> Row:
-    env = {"FEDSTILL_TEST_THREADS": str(count), "OMP_NUM_THREADS": str(count)}
-    return Row(f"threads{count}", f"{count} torch threads in every test", env)
+def _threads(count: str) -> Row:
+    names = ("FEDSTILL_TEST_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return Row(f"threads-{count}", dict.fromkeys(names, count))
 
 
 ROWS = (
-    Row("here", "as it is: 1 torch thread"),
-    _processor("sse41", "default", "SSE41"),
-    _processor("avx2", "avx2", "AVX2"),
-    _processor("avx512", "avx512", "AVX512_CORE"),
-    _threads(2),
-    _threads(4),
-    Row("py312", "Python 3.12", python="3.12"),
-    Row("py313", "Python 3.13", python="3.13"),
-    Row("oldest", "the lowest versions that pyproject.toml allows, Python 3.11", python="3.11", oldest=True),
+    Row("as-it-is"),
+    Row("default", {"ATEN_CPU_CAPABILITY": "default"}),
+    Row("avx2", {"ATEN_CPU_CAPABILITY": "avx2"}, flag="avx2"),
+    Row("avx512", {"ATEN_CPU_CAPABILITY": "avx512"}, flag="avx512f"),
+    Row("onednn-sse41", {"ONEDNN_MAX_CPU_ISA": "SSE41"}),
+    Row("onednn-avx2", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, flag="avx2"),
+    Row("onednn-avx512", {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, flag="avx512f"),
+    *map(_threads, ("1", "2", "4")),
+    *(Row(f"python-{version}", python=version) for version in ("3.11", "3.12", "3.13")),
+    Row("oldest", python="3.11", oldest=True),
 )
 
 
-class NotHere(Exception):
-    """A row that this machine cannot run."""
-
-
 @dataclass(frozen=True)
-class Ran:
+class Came:
     """The result of a row."""
 
-    row: Row
-    counts: dict[str, int]
+    ran_on: str
+    counts: Mapping[str, int]
+    failing: Sequence[str]
     seconds: float
-    failed: tuple[str, ...]
-    problem: str = ""
-
-    @property
-    def good(self) -> bool:
-        """Whether tests ran and all passed."""
-        return not self.problem and self.counts.get("passed", 0) > 0 and not self.failed
-
-    def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
-        numbers = [str(self.counts.get(k, 0)) for k in ("passed", "failed", "skipped")]
-        return (self.row.name, self.row.about, *(["–"] * 3 if self.problem else numbers), f"{self.seconds:.0f}")
 
 
-def interpreter(row: Row, envs: Path, pip_args: Sequence[str]) -> str:
-    """The Python that runs a row, its environment made first where there is none; raises NotHere."""
-    if not row.place:
-        return sys.executable
-    place = envs / row.place
-    python = place / "bin" / "python"
-    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if uv is None:
-        raise NotHere("uv is not installed")
-    if (place / "ready").exists():
-        return str(python)
-    if not python.exists() and subprocess.run([uv, "venv", "-q", "--python", row.python, str(place)]).returncode:
-        raise NotHere(f"there is no Python {row.python}")
-    versions = ["--resolution", "lowest-direct"] if row.oldest else ["-c", "constraints.txt"]
-    command = [uv, "pip", "install", "-q", *pip_args, *versions, "-p", str(python), "-e", f".[{EXTRAS}]"]
-    if subprocess.run(command, cwd=ROOT).returncode:
-        raise NotHere("its packages cannot be installed")
-    (place / "ready").touch()
-    return str(python)
+def chosen(words: str) -> list[Row]:
+    """The rows that words, separated by commas, name by how they begin; all if there are none. Raises SystemExit."""
+    wanted = [w for w in words.split(",") if w]
+    for word in wanted:
+        if not any(row.name.startswith(word) for row in ROWS):
+            raise SystemExit(f"grid: no row begins with {word!r}; there are {', '.join(row.name for row in ROWS)}")
+    return [row for row in ROWS if not wanted or any(row.name.startswith(word) for word in wanted)]
 
 
-def run(row: Row, python: str, out: Path, workers: str) -> Ran:
-    """Run the suite, and keep what it prints in ``out/NAME.log``."""
-    command = [python, "-m", "pytest", "-q", "-n", workers, "-p", "no:cacheprovider"]
-    env = {**os.environ, **row.env, "PYTHONPATH": str(ROOT / "src")}
-    began = time.perf_counter()
-    with (out / f"{row.name}.log").open("w") as log:
-        subprocess.run(command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-    text = (out / f"{row.name}.log").read_text(errors="replace")
-    last = next((line for line in reversed(text.splitlines()) if ENDED.search(line)), "")
-    counts = {what: int(n) for n, what in ENDED.findall(last)}
-    failed = tuple(re.findall(r"^(?:FAILED|ERROR) (\S+.*)$", text, re.MULTILINE))
-    return Ran(row, counts, time.perf_counter() - began, failed, "" if last else "the suite did not end")
+def environment(row: Row, folder: Path, more: Sequence[str]) -> Path:
+    """The interpreter of a row, with an environment made for it where it is not ours; raises NotInstalled."""
+    if not row.python:
+        return Path(sys.executable)
+    place = folder / row.name
+    python, ready = place / "bin" / "python", place / "ready"
+    how = ["--resolution", "lowest-direct"] if row.oldest else ["-c", str(ROOT / "constraints.txt")]
+    asked = "\n".join([*how, *more, (ROOT / "pyproject.toml").read_text(), (ROOT / "constraints.txt").read_text()])
+    if not (ready.is_file() and ready.read_text() == asked and python.exists()):
+        uv(["venv", "--clear", "--python", interpreter(row.python), str(place)], INSTALL_SECONDS)
+    uv(["pip", "install", "--python", str(python), *more, *how, "-e", PACKAGE], INSTALL_SECONDS)
+    ready.write_text(asked)
+    return python
 
 
-def table(rows: Sequence[Ran]) -> str:
-    """The rows in Markdown, what failed below them."""
-    head = ("row", "what differs", "passed", "failed", "skipped", "seconds")
-    lines = [" | ".join(cells) for cells in (head, ("---",) * len(head), *(r.cells() for r in rows))]
-    below = [f"{r.row.name}: {what}" for r in rows for what in (*r.failed, *([r.problem] if r.problem else []))]
-    return "\n".join([*(f"| {line} |" for line in lines), "", *below]) + "\n"
+def flags() -> set[str]:
+    """What this machine's processor has, by Linux's names; nothing on other systems."""
+    told = Path("/proc/cpuinfo")
+    return set(re.findall(r"^flags\s*:\s*(.*)$", told.read_text(), re.M)[0].split()) if told.exists() else set()
 
 
-def chosen(names: str) -> Iterator[Row]:
-    """The rows of these names, separated by commas; all for none."""
-    wanted = [n for n in names.split(",") if n]
-    strange = sorted(set(wanted) - {r.name for r in ROWS})
-    if strange:
-        raise SystemExit(f"there is no row {strange[0]!r}; choose among {', '.join(r.name for r in ROWS)}")
-    yield from (r for r in ROWS if not wanted or r.name in wanted)
+def carried_out(row: Row, folder: Path, more: Sequence[str], tests: Sequence[str]) -> Came:
+    """Run the suite as a row has it, its output in a file; raises NotInstalled or NotHere."""
+    if row.flag and row.flag not in flags():
+        raise NotHere(f"this processor has no {row.flag}")
+    python = environment(row, folder, more)
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    settings = {**inherited, **row.settings, "PYTHONPATH": str(ROOT / "src")}
+    probed = subprocess.run([str(python), "-c", PROBE], env=settings, capture_output=True, text=True, check=False)
+    began = time.monotonic()
+    output = folder / f"{row.name}.log"
+    with output.open("w") as log:
+        command = [str(python), "-m", "pytest", *SIDE_BY_SIDE, *tests]
+        try:
+            subprocess.run(command, env=settings, cwd=ROOT, stdout=log, stderr=log, timeout=ROW_SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            log.write(f"\nended after {ROW_SECONDS:.0f} s\n")
+    lines = output.read_text(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if re.search(r"\d+ (passed|failed|errors?)\b.* in ", line)), "")
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    failing = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if not last:
+        failing.append(f"no summary: {lines[-1] if lines else 'no output'}")
+    ran_on = " ".join(probed.stdout.split()) or "?"
+    return Came(ran_on, counts, failing, time.monotonic() - began)
+
+
+def in_the_table(row: Row, came: Came) -> str:
+    """The row's line."""
+    count = came.counts.get
+    failed = max(count("failed", 0) + count("error", 0), len(came.failing))
+    numbers = f"{count('passed', 0)} | {failed} | {count('skipped', 0)} | {came.seconds:.0f}"
+    return f"| {row.name} | {row.differs} | {came.ran_on} | {numbers} |\n"
 
 
 def main() -> int:
-    """Run the rows that were asked for; 0 if all passed."""
+    """Run the rows; 1 if a test failed in any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="names, separated by commas; by default all")
-    parser.add_argument("--envs", type=Path, default=ROOT / "build" / "grid", help="where environments are made")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "grid", help="where tables and logs go")
-    parser.add_argument("--workers", default="auto", help="tests side by side, as pytest-xdist's -n")
-    parser.add_argument("--pip-args", default="", help="for uv pip install, e.g. another index")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    done: list[Ran] = []
-    for row in chosen(asked.rows):
-        try:
-            done.append(
-                run(row, interpreter(row, asked.envs.resolve(), asked.pip_args.split()), asked.out, asked.workers)
-            )
-        except NotHere as missing:
-            done.append(Ran(row, {}, 0.0, (), f"left out: {missing}"))
-        (asked.out / "table.md").write_text(table(done))
-        print(table(done), flush=True)
-    return 0 if all(r.good or r.problem.startswith("left out") for r in done) else 1
+    parser.add_argument("--rows", default="", help="names, or how they begin, separated by commas; all if empty")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/grid", help="of environments, outputs and table")
+    parser.add_argument("--pip-args", default="", help="further arguments for uv pip install")
+    parser.add_argument("tests", nargs="*", help="what pytest runs instead of everything")
+    given = parser.parse_args()
+    wanted, folder = chosen(given.rows), given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    failing: dict[str, Sequence[str]] = {}
+    with (folder / "table.md").open("a") as table:
+
+        def say(text: str) -> None:
+            table.write(text)
+            table.flush()
+            print(text, end="", flush=True)
+
+        say(f"\n{platform.platform()}, {os.cpu_count()} cores, {time.strftime('%Y-%m-%d %H:%M')}\n\n{HEAD}")
+        for row in wanted:
+            try:
+                came = carried_out(row, folder, given.pip_args.split(), given.tests)
+            except (NotInstalled, NotHere) as why:
+                say(f"| {row.name} | {row.differs} | left out: {why} | | | | |\n")
+                continue
+            say(in_the_table(row, came))
+            failing |= {row.name: came.failing} if came.failing else {}
+        for name, tests in failing.items():
+            say(f"\n{name}:\n" + "".join(f"  {test}\n" for test in tests))
+    return 1 if failing else 0
 
 
 if __name__ == "__main__":
