@@ -161,7 +161,8 @@ def _import_file(path: Path) -> ModuleType:
         raise ConfigError(f"{str(path)[:80]!r} cannot be a file: {error}") from error
     if not there:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
-    name = f"{_USER}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    # By path and content: a file that was mended, in a notebook say, is another module.
+    name = f"{_USER}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

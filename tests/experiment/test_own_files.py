@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import toys
+from fedstill import registry
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import load
 from fedstill.experiment.config.settle import settle
@@ -240,3 +241,13 @@ def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) ->
     body, words = BAD_MODELS[how]
     (folder / f"{how}_model.py").write_text(MODEL.replace("tiny", how).replace("return self.layers(x)", body))
     assert words in problem(folder, f"model={how}_model.py")
+
+
+def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) -> None:
+    path = folder / "mended.py"
+    path.write_text(METHOD.replace("halfway", "mended"))
+    first = registry.lookup("method", "mended.py", folder).target
+    path.write_text(METHOD.replace("halfway", "mended") + "\nCHANGED = True\n")
+    second = registry.lookup("method", "mended.py", folder).target
+    assert second is not first
+    assert registry.lookup("method", "mended.py", folder).target is second
