@@ -1,7 +1,7 @@
 """What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own.
 
-``FEDSTILL_TEST_THREADS`` is the number of torch's threads, where it shall not be 1: ``make grid`` runs all tests with 1, 2
-and 4. Temporary folders lie in memory, where there is room: every checkpoint waits for its disk several times.
+``FEDSTILL_TEST_THREADS`` is the number of torch's threads, where it shall not be 1: ``make grid`` tests with 2 and 4.
+Temporary folders lie in memory, where there is room: every checkpoint waits for its disk several times.
 """
 
 from __future__ import annotations

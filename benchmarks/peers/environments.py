@@ -70,29 +70,31 @@ def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _uv(["venv", "--python", _interpreter(one.python), str(folder)], seconds)
+    uv(["venv", "--python", interpreter(one.python), str(folder)], seconds)
     install = ["pip", "install", "--python", str(python), *more, *one.packages, *SHARED]
     try:
-        _uv([*install, same], seconds)
+        uv([*install, same], seconds)
     except NotInstalled as first:
         try:
-            _uv([*install, "torch"], seconds)
+            uv([*install, "torch"], seconds)
         except NotInstalled:
             raise first from None  # it is not torch's version that stands in the way
     ready.write_text(asked)
     return python
 
 
-def _uv(arguments: list[str], seconds: float) -> None:
+def uv(arguments: list[str], seconds: float) -> None:
+    """Run uv, ours or the path's; raises NotInstalled with what it said."""
     beside = Path(sys.executable).parent / "uv"
-    uv = str(beside) if beside.exists() else shutil.which("uv")
-    if not uv:
+    program = str(beside) if beside.exists() else shutil.which("uv")
+    if not program:
         raise NotInstalled("uv is not here: python -m pip install uv")
     settings = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
     if not settings.get("UV_FIND_LINKS"):
         settings.pop("UV_FIND_LINKS", None)
     try:
-        done = subprocess.run([uv, "-q", *arguments], capture_output=True, text=True, timeout=seconds, env=settings)
+        command = [program, "-q", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=settings)
     except subprocess.TimeoutExpired:
         raise NotInstalled(f"not installed within {seconds:.0f} s") from None
     if done.returncode:
@@ -100,7 +102,7 @@ def _uv(arguments: list[str], seconds: float) -> None:
         raise NotInstalled(" ".join(said[:2]) or f"uv ended with {done.returncode}")
 
 
-def _interpreter(version: str) -> str:
+def interpreter(version: str) -> str:
     """An interpreter of a version: ours if none is asked for, one on the path, or one that pyenv keeps."""
     if not version:
         return sys.executable

@@ -115,7 +115,7 @@ def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):
 
 def test_a_python_that_is_not_here_is_said_so():
     with pytest.raises(environments.NotInstalled, match=r"needs Python 9\.9"):
-        environments._interpreter("9.9")
+        environments.interpreter("9.9")
 
 
 def test_the_plain_chain_ends_with_our_model():
