@@ -5,7 +5,7 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow grid lint bench bench-peers docs clean
+.PHONY: demo test slow lint house grid bench bench-peers docs clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
@@ -16,12 +16,17 @@ test: .venv/ready
 slow: .venv/ready
 	.venv/bin/python -m pytest -m slow
 
-# make grid ROWS=avx2,python: the suite as other processors, thread counts, Pythons and the oldest versions have it; hours.
+lint: .venv/ready
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
+	.venv/bin/python tools/house.py --found
+
+# make grid ROWS=avx2,python: the suite on other processors, numbers of threads, Pythons and the oldest versions; by hand.
 grid: .venv/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python tests/grid.py --pip-args="$(PIP_ARGS)" --rows="$(ROWS)" $(ARGS)
 
-lint: .venv/ready
-	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports
+# make house: files, lines, the longest of both, circles of imports, names that occur twice.
+house: .venv/ready
+	.venv/bin/python tools/house.py --found
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.startup

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 
 ROUNDS = 3
@@ -41,7 +41,7 @@ def measured(what: Experiment) -> tuple[float, float, int]:
     """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both ways."""
     with tempfile.TemporaryDirectory() as folder:
         run(what, Path(folder) / "run")
-        events = read(Path(folder) / "run" / "journal.jsonl")
+        events = read_journal(Path(folder) / "run" / "journal.jsonl")
     rounds = [e for e in events if e["event"] == "round"]
     hops = sum(e["event"] == "client" for e in events) / len(rounds)
     seconds = median(e["seconds_training"] for e in rounds)

@@ -12,6 +12,7 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.method import run_census, run_round
+from fedstill.watch import Unwatched
 
 
 class Ours:
@@ -22,14 +23,14 @@ class Ours:
         method, rules = ready.settings.method, ready.settings.rules
         self.state = method.setup(ready.world)
         if "label_counts" in method.requires():
-            self.state = run_census(self.state, ready.world, self.engine, lambda *_: None, rules)
+            self.state = run_census(self.state, ready.world, self.engine, Unwatched(), rules)
 
     def run_round(self) -> None:
         """One round."""
         settings = self.ready.settings
         stages = settings.topology(self.state.round, self.ready.world)
         self.state = run_round(
-            settings.method, self.state, stages, self.ready.world, self.engine, lambda *_: None, settings.rules
+            settings.method, self.state, stages, self.ready.world, self.engine, Unwatched(), settings.rules
         )
 
     def parameters(self) -> dict[str, torch.Tensor]:

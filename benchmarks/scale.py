@@ -62,7 +62,7 @@ def run_case(case: Case) -> dict[str, float]:
 
     from fedstill import Experiment, run
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.run_directory.journal import read
+    from fedstill.experiment.run_directory.journal import read_journal
 
     draw = torch.Generator().manual_seed(0)
     labels = torch.arange(case.images) % 10
@@ -88,7 +88,7 @@ def run_case(case: Case) -> dict[str, float]:
         began = time.perf_counter()
         run(experiment, Path(folder) / "run", data=data)
         took = time.perf_counter() - began
-        events = [e for e in read(Path(folder) / "run/journal.jsonl") if e["event"] == "round"]
+        events = [e for e in read_journal(Path(folder) / "run/journal.jsonl") if e["event"] == "round"]
         sizes = {p: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
         journal = sizes[Path(folder) / "run/journal.jsonl"]
     seconds = [e["seconds"] for e in events]

@@ -1,7 +1,7 @@
 """What holds for the whole suite: one torch thread, clients side by side, no network, a cache of its own.
 
-``FEDSTILL_TEST_THREADS`` is the number of torch's threads, where it shall not be 1: ``make grid`` tests with 2 and 4.
-Temporary folders lie in memory, where there is room: every checkpoint waits for its disk several times.
+``FEDSTILL_TEST_THREADS`` in the environment is another number of torch threads (``make grid``). Temporary folders are
+in memory where there is room: every checkpoint waits for its disk several times.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
+import toys
+
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30
 """A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of that."""
 
 WHOLE_RUNS = ("methods", "experiment", "engines", "docs", "cli", "report", "benchmarks", "deploy")
 """Folders of tests that train, after all that check a formula or a file."""
 LONGEST = ("test_every_method.py", "test_recipes.py", "test_measures.py", "test_vectorised.py", "test_no_waiting.py")
-"""The first among those: no worker shall be left with one of them when the others are done."""
+"""The first among those: no worker should be left with one of them when the others are done."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def reproducible() -> None:
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(toys.THREADS)
     torch.use_deterministic_algorithms(True)
 
 

@@ -1,12 +1,12 @@
 """The suite once for each kind of machine that this one can pretend to be, and a table of how it went.
 
-    make grid                       all rows: hours on two cores
+    make grid                       all rows: most of an hour on two cores
     make grid ROWS=avx2,threads     some rows; a word names all rows that begin with it
     make grid ARGS="--folder /elsewhere tests/methods"
 
 One thing differs in each row: what torch's own kernels may use of the processor, what oneDNN's may, the number of
 threads, the Python, or all versions, which are then the oldest that pyproject.toml allows. A row that needs what this
-machine has not (an interpreter, AVX-512) is left out and says so. The table grows as rows finish, in
+machine does not have (an interpreter, AVX-512) is left out, and the table says so. The table grows as rows finish, in
 build/grid/table.md, beside each row's whole output.
 """
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peers.environments import NotInstalled, interpreter, uv  # noqa: E402
 
 PACKAGE = f"{ROOT}[test,tensorboard,docs,flower,flower-datasets]"
-"""With what make test installs too."""
+"""With the extras that make test installs."""
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 PROBE = """
 import platform, torch
@@ -42,7 +42,7 @@ INSTALL_SECONDS, ROW_SECONDS = 3600.0, 7200.0
 
 
 class NotHere(Exception):
-    """What a row needs and this machine has not."""
+    """What a row needs and this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Came:
-    """What came of a row."""
+    """The result of a row."""
 
     ran_on: str
     counts: Mapping[str, int]
@@ -92,7 +92,7 @@ class Came:
 
 
 def chosen(words: str) -> list[Row]:
-    """The rows that words, parted by commas, name by how they begin; all if there are none. Raises SystemExit."""
+    """The rows that words, separated by commas, name by how they begin; all if there are none. Raises SystemExit."""
     wanted = [w for w in words.split(",") if w]
     for word in wanted:
         if not any(row.name.startswith(word) for row in ROWS):
@@ -158,10 +158,10 @@ def in_the_table(row: Row, came: Came) -> str:
 def main() -> int:
     """Run the rows; 1 if a test failed in any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="names, or how they begin, parted by commas; all if empty")
+    parser.add_argument("--rows", default="", help="names, or how they begin, separated by commas; all if empty")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/grid", help="of environments, outputs and table")
     parser.add_argument("--pip-args", default="", help="further arguments for uv pip install")
-    parser.add_argument("tests", nargs="*", help="what pytest shall run instead of everything")
+    parser.add_argument("tests", nargs="*", help="what pytest runs instead of everything")
     given = parser.parse_args()
     wanted, folder = chosen(given.rows), given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)

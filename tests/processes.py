@@ -21,7 +21,7 @@ from fedstill.deploy.programs import descendants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
 
 LIMIT = 1800.0
@@ -155,7 +155,7 @@ def starting(deployment: Deployment, what: Experiment, out: Path, **flower: Any)
 
 def serial_of(what: Experiment, folder: Path) -> Path:
     """The run directory of the same experiment on the serial engine."""
-    run(replace(what, engine="serial"), folder)
+    run(replace(what, engine="serial"), folder, debug=False)
     return folder
 
 
@@ -168,7 +168,7 @@ def same_bits(folder: Path, other: Path) -> None:
 def events(folder: Path) -> list[dict[str, Any]]:
     """What a run's journal says so far."""
     path = folder / "journal.jsonl"
-    return read(path) if path.is_file() else []
+    return read_journal(path) if path.is_file() else []
 
 
 def kill_all_with(setting: str) -> None:

@@ -27,7 +27,7 @@ def bits(folder: Path) -> dict[str, Any]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "lock"):
         name = path.relative_to(folder).as_posix()
         if name == "journal.jsonl":
-            out[name] = [journals.without_times(e) for e in journals.read(path)]
+            out[name] = [journals.without_times(e) for e in journals.read_journal(path)]
         elif name == "summary.json":
             out[name] = journals.without_times(json.loads(path.read_bytes()))
         elif path.parent.name == "checkpoints" and path.suffix == ".json":

@@ -39,7 +39,7 @@ def test_every_topology_runs_and_learns(name: str, tmp_path: Path) -> None:
     result = run(SINGLE[name], tmp_path / "run", data=toys.blobs())
     assert len(result.history) == SINGLE[name].rounds
     assert result.accuracy > 0.5, "chance is 0.2"
-    events = journals.read(tmp_path / "run" / "journal.jsonl")
+    events = journals.read_journal(tmp_path / "run" / "journal.jsonl")
     assert not [e for e in events if "refused" in e and e["event"] == "client"]
 
 
@@ -67,7 +67,7 @@ def test_a_census_fills_the_labels_once(tmp_path: Path) -> None:
     labels = last_state(tmp_path / "run").state.extra.tensor("labels")
     assert labels.shape == (6, toys.CLASSES)
     assert labels.sum() == 300 - toys.PUBLIC
-    census = [e for e in journals.read(tmp_path / "run" / "journal.jsonl") if e.get("name") == "census"]
+    census = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e.get("name") == "census"]
     assert len(census) == 6
 
 
@@ -86,7 +86,9 @@ def test_a_bad_reply_is_named_and_changes_nothing_else(how: str, tmp_path: Path)
     assert left.memory == right.memory
     assert list(left.state.extra) == list(right.state.extra)
     refused = [
-        e for e in journals.read(tmp_path / "bad" / "journal.jsonl") if e["event"] == "client" and "refused" in e
+        e
+        for e in journals.read_journal(tmp_path / "bad" / "journal.jsonl")
+        if e["event"] == "client" and "refused" in e
     ]
     assert {e["client"] for e in refused} == {who}
     assert [e["round"] for e in refused] == [2, 3]
@@ -139,7 +141,7 @@ def test_the_run_directory_holds_what_the_design_names(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     wanted = {"method", "dataset", "rounds", "accuracy", "best_accuracy", "forgetting", "seconds", "seed"}
     assert wanted <= set(summary)
-    rounds = [e for e in journals.read(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
+    rounds = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
     assert [e["round"] for e in rounds] == [1, 2, 3]
     assert {"accuracy", "class_accuracy", "seconds", "bytes_up", "bytes_down"} <= set(rounds[0])
     assert "in_local_accuracy" in rounds[1]

@@ -40,7 +40,8 @@ from fedstill.work import ClientWork
 
 CLASSES, SIDE = 5, 4
 THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
-"""Torch's threads in every run, as conftest.py says."""
+"""Torch threads in tests and in their runs; ``make grid`` varies them."""
+
 SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
 
 

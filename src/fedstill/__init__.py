@@ -13,8 +13,8 @@ from fedstill.version import VERSION
 
 __version__ = VERSION
 
-# torch's threads (GNU OpenMP) wait for each other awake, for milliseconds, and beside other work nothing is slower.
-# They shall fall asleep soon. torch reads this when it is imported; benchmarks/waiting.py shows what it is worth.
+# torch's threads (GNU OpenMP) stay awake for milliseconds while they wait for each other. If other programs run, this
+# is very slow, so they fall asleep sooner. torch reads this when it is imported; benchmarks/waiting.py measures it.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

@@ -1,4 +1,4 @@
-"""What docstrings declare, so that it is written once, where the code is, and read by people and by commands alike.
+"""What docstrings declare: it is written once, in the code, for readers and for commands.
 
 A class's field has its sentence in a string below it, a function's parameter in a line ``name: Sentence.`` of the
 docstring. A module's docstring has blocks ``Label: text``, among them a method's ``State:`` and ``Memory:``, which list
@@ -23,7 +23,7 @@ _GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
 def sentences(thing: Callable[..., Any]) -> dict[str, str]:
     """{name: sentence} of a class's fields, its own before its bases', or of a function's parameters.
 
-    What has no sentence is left out; so is all that stands in a class whose source cannot be read.
+    What has no sentence is left out, and so is everything in a class whose source cannot be read.
     """
     if not inspect.isclass(thing):
         return _of_parameters(thing)
@@ -54,10 +54,10 @@ def blocks(text: str) -> dict[str, list[str]]:
     return out
 
 
-def groups(block: str) -> dict[str, str]:
+def declared_groups(block: str) -> dict[str, str]:
     """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name ``model.N`` is many.
 
-    >>> groups("the global parameters; fisher, mean = sums, (n,); model.N = what client N sent.")
+    >>> declared_groups("the global parameters; fisher, mean = sums, (n,); model.N = what client N sent.")
     {'fisher': 'sums, (n,)', 'mean': 'sums, (n,)', 'model.N': 'what client N sent'}
     """
     declared = [m for part in block.removesuffix(".").split("; ") if (m := _GROUPS.fullmatch(part))]

@@ -64,7 +64,15 @@ class DeployFailed(FedstillError):
 
 
 class ClientFailed(FedstillError):
-    """A client that raised while it worked; the cause is chained."""
+    """A client that raised while it worked, in a run that is debugged; the cause is chained."""
+
+
+class MethodFailed(FedstillError):
+    """A method that raised at the server; the cause is chained."""
+
+
+class BadReturn(FedstillError):
+    """A function of a method that gave something else than it is asked for."""
 
 
 class TooFewReplies(FedstillError):
@@ -93,7 +101,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"choose one of {', '.join(names)}" if names else "there is none to choose from"
+    return f"choose one of {', '.join(names)}" if names else "there are none"
 
 
 def on_one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ _PART = ".part"
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file aside, fsync it, rename it into place, fsync its folder; raises DiskFull if it cannot be done."""
+    """Write to another name, fsync, rename, fsync the folder; raises DiskFull if it cannot be done."""
     aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     try:
         with aside.open("wb") as file:
@@ -52,12 +52,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_leftover(path: Path) -> bool:
-    """Whether a file is one that a killed process was writing aside."""
+    """Whether a file is what a killed process was writing, before it was renamed."""
     return path.name.startswith(".") and path.name.endswith(_PART)
 
 
 def sweep(folder: Path) -> None:
-    """Delete what killed processes left half written, in a folder that nobody else is writing."""
+    """Delete what killed processes left half written, in a folder that no other process writes."""
     for path in folder.rglob(f".*{_PART}"):
         remove(path)
 

@@ -1,4 +1,4 @@
-"""The stage ``fit``: every client trains a model of its own, alone, before it asks or averages with anybody.
+"""The stage ``fit``: every client trains a model alone, before it asks others or is averaged with them.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
 Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says there is none of: a
@@ -51,5 +51,5 @@ class Fit(ClientWork):
     """Plain local training; the journal then says what the model predicts on noise."""
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer will guess what this model knows."""
+        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model knows."""
         return {"probe": [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedstill.errors import ConfigError, DataError, UnknownName
 
-Numbers = Tensor | ArrayLike
+TensorLike = Tensor | ArrayLike
 Metric = Literal["l1", "l2", "kl", "js"]
 Schedule = Literal["linear", "exponential"]
 
@@ -24,14 +24,14 @@ SMOOTHING = 1e-4
 """What is added to shares before a KL divergence, and to distances before they divide; SFedKD's only constant."""
 
 
-def as_floats(values: Numbers) -> Tensor:
+def as_floats(values: TensorLike) -> Tensor:
     """The numbers as a floating tensor: a floating tensor as it is, anything else as float64."""
     if isinstance(values, Tensor):
         return values if values.is_floating_point() else values.to(torch.float64)
     return torch.from_numpy(np.array(values, dtype=np.float64))
 
 
-def counts(labels: Numbers, classes: int) -> Tensor:
+def counts(labels: TensorLike, classes: int) -> Tensor:
     """The label histogram: how often each class occurs.
 
     labels: (n,) integers in [0, classes). Gives (classes,) int64. Raises DataError for other labels.
@@ -50,11 +50,11 @@ def counts(labels: Numbers, classes: int) -> Tensor:
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 
-def proportions(counts: Numbers) -> Tensor:
+def proportions(counts: TensorLike) -> Tensor:
     """Label shares from label histograms: each histogram divided by its sum.
 
     counts: (..., C) >= 0, at least one label each. Gives (..., C) float, summing to 1. Raises DataError for a client
-    without labels, of which no share can be told.
+    without labels, which has no shares.
 
     >>> proportions([1, 0, 3])
     tensor([0.2500, 0.0000, 0.7500], dtype=torch.float64)
@@ -66,7 +66,7 @@ def proportions(counts: Numbers) -> Tensor:
     return numbers / total
 
 
-def gini_index(proportions: Numbers) -> Tensor:
+def gini_index(proportions: TensorLike) -> Tensor:
     """The Gini index of label shares, ``1 - sum_c p_c²``: 0 for one class, 1 - 1/C for equal shares.
 
     proportions: (..., C) summing to 1. Gives (...,) in [0, 1 - 1/C].
@@ -79,7 +79,7 @@ def gini_index(proportions: Numbers) -> Tensor:
     return (1 - as_floats(proportions).square().sum(-1)).clamp(min=0)
 
 
-def adaptive_weights(gini: Numbers, delta: float) -> Tensor:
+def adaptive_weights(gini: TensorLike, delta: float) -> Tensor:
     """The weights phi of one cohort's true-class distillation: in proportion to ``log(1 + delta G)``, mean 1.
 
     gini: (n,) in [0, 1], one per client of the cohort; delta > 0, larger = more equal weights. Gives (n,) >= 0; ones if
@@ -101,12 +101,12 @@ def adaptive_weights(gini: Numbers, delta: float) -> Tensor:
     return torch.where(some, len(spread) * shares, torch.ones_like(spread))
 
 
-def distance(p: Numbers, q: Numbers, metric: Metric, smoothing: float = SMOOTHING) -> Tensor:
+def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SMOOTHING) -> Tensor:
     """How far two label distributions are apart, over the last axis.
 
     p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences), "l2" (Euclidean), "kl"
     (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean KL to the midpoint, not smoothed). In nats
-    where there is a logarithm. Gives (...,) >= 0; symmetric but for "kl". Raises UnknownName for another metric.
+    where there is a logarithm. Gives (...,) >= 0; symmetric except "kl". Raises UnknownName for another metric.
 
     Source: SFedKD, sec. 3.2.
     Reading: the paper does not say what to do where q is 0 and KL infinite; we smooth both with its only constant.
@@ -120,7 +120,7 @@ def distance(p: Numbers, q: Numbers, metric: Metric, smoothing: float = SMOOTHIN
 
 
 def discrepancy_weights(
-    teachers: Numbers, student: Numbers, metric: Metric = "kl", smoothing: float = SMOOTHING
+    teachers: TensorLike, student: TensorLike, metric: Metric = "kl", smoothing: float = SMOOTHING
 ) -> tuple[Tensor, Tensor]:
     """The weights of K teachers for one student: g for the other classes, h for the true class, each summing to 1.
 
@@ -143,8 +143,8 @@ def discrepancy_weights(
     return g, near / near.sum()
 
 
-def heterogeneity_score(proportions: Numbers, global_proportions: Numbers, count_absent: bool = False) -> float:
-    """How far a client's labels are from everybody's: the mean relative deviation of its classes, at most 1.
+def heterogeneity_score(proportions: TensorLike, global_proportions: TensorLike, count_absent: bool = False) -> float:
+    """How far a client's labels are from the global ones: the mean relative deviation of its classes, at most 1.
 
     proportions: (C,) of the client; global_proportions: (C,), the mean over clients, here floored at 0.01 and
     renormalised. Gives ``min(1, (1/C) sum_c |p_c / g_c - 1|)`` in [0, 1], over the classes the client has.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -10,18 +9,16 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedstill import trees
 from fedstill.aggregate import weighted_mean
-from fedstill.errors import Diverged, TooFewReplies
 from fedstill.fields import check_ranges
 from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
+from fedstill.origin import returned
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
-from fedstill.wire.screen import Refusal, Rules, screen
+from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
+from fedstill.watch import Watch, told
+from fedstill.wire.screen import Rules, screen
 from fedstill.work import Census, ClientWork
-
-GROWTH = 100.0
-"""The norm guard: global parameters this many times the norm of the initial ones (at least 1) have diverged."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +41,7 @@ class Method:
     >>> from fedstill.experiment.config.settle import settle
     >>> from fedstill.experiment.preparing.prepared import prepare
     >>> from fedstill.losses import proximal
+    >>> from fedstill.watch import Unwatched
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1
@@ -66,7 +64,7 @@ class Method:
     >>> state = near.setup(world)
     >>> while state.round <= 3:
     ...     stages = topology(state.round, world)
-    ...     state = run_round(near, state, stages, world, engine, lambda *_: None, Rules())
+    ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
     ...     logits = near.predictors(state, world)["global"](torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1))
     ...     print(f"{state.extra['seen']} examples, accuracy {(logits.argmax(1) == light).double().mean():.2f}")
     256 examples, accuracy 0.50
@@ -126,7 +124,7 @@ class Method:
 
 @dataclass(frozen=True)
 class OnlyFit(Method):
-    """The stage ``fit`` beside a method that has none: what clients reach alone is measured, and not folded."""
+    """The stage ``fit`` for a method that has none: models trained alone are measured, and not folded."""
 
     stages: ClassVar[frozenset[str]] = frozenset({FIT})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})
@@ -145,22 +143,18 @@ ONLY_FIT = OnlyFit()
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """Who says what is done in a stage: the method, or ``ONLY_FIT`` in the stage ``fit`` of a method that has none."""
+    """The method that acts in a stage: ``ONLY_FIT`` in the stage ``fit`` of a method that has none, else the method."""
     return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
 
 
 class Engine(Protocol):
-    """Carries a stage out: how, the engine decides; what, the method."""
+    """Carries a stage out. The method decides what is done, the engine decides how."""
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; a client that fails replies with the reason."""
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage; what the others remember of it is dropped."""
-
-
-Watch = Callable[[Stage, Sequence[Reply], Sequence[Refusal], Mapping[int, Payload], State], None]
-"""Called after every stage with its replies, refusals, what was sent down, and the state after it."""
 
 
 def census_stage(world: World) -> Stage:
@@ -170,16 +164,17 @@ def census_stage(world: World) -> Stage:
 
 def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
     """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
-    stage = census_stage(world)
+    stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    replies, refused = screen(lambda _: expected, stage, downs, engine.run(Census(), stage, downs, world.seed), rules)
-    _demand_quorum(stage, replies, refused, rules)
+    replies, refused = screen(lambda _: expected, stage, downs, engine.run(work, stage, downs, world.seed), rules)
+    with told(watch, stage, replies, refused, downs):
+        demand_quorum(stage, replies, refused, rules)
     labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
     for reply in replies:
         labels[reply.client] = reply.up.tensor("labels")
     state = replace(state.next(labels=labels), round=1, stage=0)
-    watch(stage, replies, refused, downs, state)
+    watch.stage(stage, replies, refused, downs, state)
     return state
 
 
@@ -188,12 +183,14 @@ def run_round(
 ) -> State:
     """One round, from the stage that the state names: the same for every method, topology and engine.
 
-    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed), and
-    Diverged if parameters blow up. The state of the last good stage is the one last given to ``watch``.
+    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed),
+    Diverged if parameters blow up, and MethodFailed for a mistake in the method. Then ``watch`` has been told of the
+    stage's refusals, and the state of the last good stage is the one that it was given last.
     Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
     """
     if state.stage == 0:
-        state = method.open(state, stages, world)
+        with part(method, "open", f"round {state.round}"):
+            state = returned(method.open(state, stages, world), State, method.open, "a State")
     for stage in stages[state.stage :]:
         state = _run_stage(method, state, stage, stages, world, engine, watch, rules)
     return replace(state.without("answered"), round=state.round + 1, stage=0)
@@ -209,46 +206,27 @@ def _run_stage(
     watch: Watch,
     rules: Rules,
 ) -> State:
-    method = acting(method, stage)
-    downs = {c: d for c in stage.clients if (d := method.down(state, c, stage, world)) is not None}
-    came = engine.run(method.work(stage), stage, downs, world.seed)
-    replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)
+    method, where = acting(method, stage), place(stage)
+    with part(method, "down", where):
+        given = {c: method.down(state, c, stage, world) for c in stage.clients}
+        downs = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+    with part(method, "work", where):
+        work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
+    came = engine.run(work, stage, downs, world.seed)
+    with part(method, "expects", where):
+        replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)
     done = int(state.extra.get("answered", 0))
-    if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
-        _demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
-    engine.commit(stage, [r.client for r in replies])
-    if replies:
-        state = method.fold(state, replies, stage, world)
-        _guard(state, stage, replies, world)
-        if stage.hop:
-            state = state.next(answered=done + 1)
+    with told(watch, stage, replies, refused, downs):
+        if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
+            asked = replace(stage, clients=tuple(downs))
+            demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
+        engine.commit(stage, [r.client for r in replies])
+        if replies:
+            with part(method, "fold", where):
+                state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
+                guard_norm(state, stage, replies, world)
+            if stage.hop:
+                state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)
-    watch(stage, replies, refused, downs, state)
+    watch.stage(stage, replies, refused, downs, state)
     return state
-
-
-def _demand_quorum(stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], rules: Rules) -> None:
-    least = math.ceil(rules.quorum * len(stage.clients))
-    if len(replies) >= least:
-        return
-    where = f"round {stage.round}, stage {stage.name!r}"
-    first = f"client {refused[0].client} {refused[0].reason}" if refused else "nobody answered"
-    if refused and all(r.diverged for r in refused):
-        raise Diverged(f"{where}: {first}; lower plan.lr, or clip gradients with plan.clip_norm")
-    raise TooFewReplies(
-        f"{where}: {len(replies)} of {len(stage.clients)} clients replied well, {least} are needed "
-        f"(clients.quorum = {rules.quorum:g}); the first refused: {first}"
-    )
-
-
-def _guard(state: State, stage: Stage, replies: Sequence[Reply], world: World) -> None:
-    norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
-    if norm <= limit:
-        return
-    sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
-    worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
-    where = f"round {stage.round}, stage {stage.name!r}"
-    raise Diverged(
-        f"{where}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the largest came from client "
-        f"{worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
-    )

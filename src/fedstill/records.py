@@ -1,4 +1,4 @@
-"""The frozen records that are passed around: what crosses a boundary, and nothing that acts."""
+"""The frozen records that the parts of the library pass to each other; they hold data and do nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fedstill.errors import BadPayload
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, check_ranges
+from fedstill.model_spec import ModelSpec
 from fedstill.payload import NOTHING, Group, Payload, Tensors, many
+from fedstill.training import Carry, Ends, Ran, Step, Teacher
 
 __all__ = [
     "NOTHING",
@@ -41,26 +43,6 @@ SERVER = -1
 
 
 @dataclass(frozen=True)
-class ModelSpec:
-    """A network by name: what it is built from, so that equal specs are equal architectures.
-
-    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the
-    numbers of units of its hidden layers, where they are not the network's own.
-    """
-
-    name: str
-    input_shape: tuple[int, int, int]
-    classes: int
-    fields: tuple[tuple[str, Any], ...] = ()
-    widths: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        widths = [("widths", self.widths)] if self.widths else []
-        options = ", ".join(f"{k}={v}" for k, v in [*self.fields, *widths])
-        return f"{self.name}({options})" if options else self.name
-
-
-@dataclass(frozen=True)
 class Stage:
     """One step of a round: its name, the clients that act in it, and whether on their private or on public data."""
 
@@ -76,26 +58,38 @@ class Stage:
 class Plan:
     """How a stage trains: length, batches, optimiser; what a config's ``[plan.STAGE]`` overrides.
 
-    ``epochs`` passes over the data, or, if ``steps`` is above 0, that many batches; 0 epochs and 0 steps train nothing.
-    ``lr`` is multiplied by ``lr_decay`` after every round. ``clip_norm`` 0 means no clipping. ``norm`` "frozen" keeps
-    normalisation layers in evaluation mode. ``validation`` is the share held out of a client's own data for ``score``;
-    ``patience`` (epochs without improvement, 0 = never stop) and ``keep`` need it.
+    0 epochs and 0 steps train nothing. ``norm`` "frozen" keeps normalisation layers in evaluation mode. The examples
+    of ``validation`` are for ``score``; ``patience`` and ``keep = "best"`` need them.
     """
 
     epochs: CountOrZero = 5
+    """Passes over the client's data."""
     steps: CountOrZero = 0
+    """How many batches a visit has; 0: as many as the epochs need."""
     batch: Count = 50
+    """Examples in a batch."""
     shuffle: bool = True
+    """Whether the order of the examples is drawn again in every epoch."""
     optimiser: Literal["sgd", "adam"] = "sgd"
+    """Which optimiser takes the steps."""
     lr: Positive = 0.01
+    """Learning rate of the first round."""
     lr_decay: PositiveShare = 1.0
+    """What the learning rate is multiplied by after every round."""
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Momentum of SGD."""
     weight_decay: NonNegative = 0.0
+    """Weight of the L2 penalty on the parameters."""
     clip_norm: NonNegative = 0.0
+    """The largest norm of a gradient; larger ones are scaled down; 0: none are."""
     norm: Literal["batch", "frozen"] = "batch"
+    """Whether normalisation layers use the statistics of the batch, or stay as they were received."""
     validation: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """The share of the client's data that is held out to score models in training."""
     patience: CountOrZero = 0
+    """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
+    """Which model a visit ends with: that of the last epoch, or of the best score."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -249,68 +243,3 @@ class View:
         if self.public is None:
             raise BadPayload(f"client {self.client} has no public data; set [data] public, or choose a method without")
         return self.public
-
-
-Teacher = Tensors | tuple[ModelSpec, Tensors]
-
-Ends = tuple[Tensor, Tensor]
-"""What enters a stage of a model, and what leaves it."""
-
-
-@dataclass(frozen=True)
-class Carry:
-    """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants.
-
-    ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is left out. A step's
-    ``index`` counts among them.
-    """
-
-    params: Tensors
-    teachers: Mapping[str, Teacher] = field(default_factory=dict)
-    trace: Tensors = field(default_factory=dict)
-    constants: Mapping[str, Any] = field(default_factory=dict)
-    only: Tensor | None = None
-
-    def __getitem__(self, name: str) -> Any:
-        return self.constants[name]
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What training did: optimiser steps, the learning rate it used, the trace at its end."""
-
-    steps: int
-    lr: float
-    trace: Tensors
-
-
-class Step(Protocol):
-    """One batch under training, as an objective sees it; a forward pass is made when first asked for."""
-
-    x: Tensor  # (B, channels, H, W) float
-    y: Tensor  # (B,) int64
-    index: Tensor  # (B,) int64, positions in the site's data
-    mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
-    epoch: int
-    params: Tensors  # the parameters in training, for penalties
-
-    def logits(self) -> Tensor:
-        """The student's logits (B, C)."""
-
-    def features(self) -> Tensor:
-        """The student's penultimate features (B, D)."""
-
-    def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
-        """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and at a share of it."""
-
-    def teacher(self, name: str) -> Tensor:
-        """A teacher's logits (B, C), without gradient."""
-
-    def teacher_features(self, name: str) -> Tensor:
-        """A teacher's penultimate features (B, D), without gradient."""
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean () of values (B,) over real examples."""
-
-    def share(self, raw: Tensor) -> Tensor:
-        """Raw weights (B,) >= 0 divided by their sum over real examples: (B,)."""

@@ -2,7 +2,7 @@
 
 A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of
 that kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"``
-where the file registers one) or an import path (``"package.module:FedMine"``): nobody has to edit this package.
+where the file registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GIVEN = {
 }
 """Parameters that the library supplies, and that are therefore no fields of a config."""
 
-T = TypeVar("T")
+Target = TypeVar("Target")
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ _USER = "fedstill_user_"
 """How modules made from users' files begin; what they register is found by its file: two files may share a name."""
 
 
-def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
+def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
     """Register a class or function under a name; with ``preset``, a registered setting of it (no copy).
 
     Raises ConfigError if the name is taken by a thing of another module.
     """
 
-    def decorate(target: T) -> T:
+    def decorate(target: Target) -> Target:
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
         home = entry.target.__module__
         key = f"{home}:{name}" if home.startswith(_USER) else name
@@ -108,7 +108,7 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
     return decorate
 
 
-def method(name: str, *, about: str = "", **preset: Any) -> Callable[[T], T]:
+def method(name: str, *, about: str = "", **preset: Any) -> Callable[[Target], Target]:
     """Register a method: ``@method("fedntd")`` above its frozen dataclass."""
     return register("method", name, about=about, **preset)
 

@@ -1,4 +1,4 @@
-"""Choosing teachers: models that together know all classes, models that know a class asked for."""
+"""Choosing teachers: models that together know all classes, and models that know a class that is asked for."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from fedstill.errors import ConfigError, DataError
 from fedstill.keys import generator
-from fedstill.labels import Metric, Numbers, as_floats, distance
+from fedstill.labels import Metric, TensorLike, as_floats, distance
 
 TIE = 1e-9
 """Distances nearer than this are equal: a permuted histogram sums in another order, to another last bit."""
 
 
-def complementary(proportions: Numbers, k: int, metric: Metric = "kl") -> list[int]:
+def complementary(proportions: TensorLike, k: int, metric: Metric = "kl") -> list[int]:
     """The positions of k teachers whose labels together are most uniform, picked greedily, in the order picked.
 
     proportions: (n, C) label shares of the candidates; k >= 0, all n are given if there are no more; metric as in
@@ -53,7 +53,7 @@ def noise(input_shape: tuple[int, ...], samples: int, seed: int) -> Tensor:
 def noise_probe(
     model: Callable[[Tensor], Tensor], input_shape: tuple[int, ...], samples: int = 20, seed: int = 0
 ) -> Tensor:
-    """What a model predicts where there is nothing to see: its mean softmax on Gaussian noise.
+    """What a model predicts on images without content: its mean softmax on Gaussian noise.
 
     model: a module or a function from (samples, *input_shape) to logits (samples, C); a module is run in evaluation
     mode, and each of its parts put back into the mode it had. samples >= 1. Gives (C,) >= 0, summing to 1, without

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-Tensors = Mapping[str, Tensor]
+from fedstill.payload import Tensors
 
 
 def add(a: Tensors, b: Tensors) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from fedstill.records import NOTHING, Carry, Payload, Ran, Step, Tensors, View, 
 class ClientWork:
     """The client's half of a method. It holds no state, no loop over batches, no device, no file and no seed.
 
-    As it stands it is plain local training: the parameters received, cross-entropy, the parameters sent back.
+    Without changes it is plain local training: the parameters received, cross-entropy, the parameters sent back.
     """
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
@@ -30,11 +30,11 @@ class ClientWork:
         return Payload(params=params), NOTHING
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """What the journal shall say of this client's stage beside losses and times: numbers, words, lists of them."""
+        """Further fields of this client's event in the journal: numbers, words, lists of them."""
         return {}
 
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
-        """Gradients as the optimiser shall see them."""
+        """The gradients that the optimiser gets."""
         return grads
 
     def settle(

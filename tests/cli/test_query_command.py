@@ -11,14 +11,14 @@ import torch
 
 import toys
 from fedstill.cli import call
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.experiment.answering import ask
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.models.contract import initial, spec_for
-from fedstill.models.files import load_model, save_model
+from fedstill.models.model_files import load_model, save_model
 
 CHANGES = {"plan.transfer.epochs": 2, "plan.refine.epochs": 2}
 
@@ -45,7 +45,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lacking(local: Path) -> tuple[int, int]:
     """A class that client 0 lacks, and one that it has."""
-    counts = read(local / "journal.jsonl")[0]["label_counts"][0]
+    counts = read_journal(local / "journal.jsonl")[0]["label_counts"][0]
     return counts.index(0), next(c for c, n in enumerate(counts) if n)
 
 
@@ -79,10 +79,10 @@ def test_it_is_what_qkt_does_in_a_run(local: Path, lacking: tuple[int, int], tmp
         plan={"fit": {"epochs": 20, "lr": 0.01}, "transfer": {"epochs": 2}, "refine": {"epochs": 2}},
     )
     run(experiment, tmp_path / "qkt")
-    (told,) = read(tmp_path / "qkt" / "journal.jsonl")[-1]["answers"]
+    (told,) = read_journal(tmp_path / "qkt" / "journal.jsonl")[-1]["answers"]
     gain = found.after[lacking[0]] - found.before[lacking[0]]
     assert told["gain"] == pytest.approx(gain)
-    events = [e for e in read(tmp_path / "qkt" / "journal.jsonl") if e.get("name") == "transfer"]
+    events = [e for e in read_journal(tmp_path / "qkt" / "journal.jsonl") if e.get("name") == "transfer"]
     assert [e["teachers"] for e in events if "teachers" in e] == [found.used]
 
 
@@ -153,7 +153,7 @@ def test_a_query_that_cannot_be_answered_is_one_line_and_exit_code_2(
 
 
 def test_a_run_without_local_models_is_refused(tmp_path: Path) -> None:
-    assert len(load("digits").train) > 0
+    assert len(load_dataset("digits").train) > 0
     run(toys.toy("fedavg", rounds=1), tmp_path / "fedavg", toys.blobs())
     with pytest.raises(ConfigError, match="has no models that clients trained alone"):
         ask(tmp_path / "fedavg", 0, [1], data=toys.blobs())

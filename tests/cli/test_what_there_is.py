@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from fedstill import registry
-from fedstill.cli import call
+from fedstill.cli import app, call
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.explain import about_key, resolved_values
 
 WIDTHS = [80, 100, 160]
 
@@ -29,16 +35,18 @@ def joined(text: str) -> str:
 
 
 def test_list_of_methods_has_a_line_for_each_field(capsys: pytest.CaptureFixture[str]) -> None:
-    """Into a file or a pipe each stands on a line of its own."""
-    lines = [joined(line) for line in said(["list", "method"], capsys).splitlines()]
+    """Each begins a line; into a file or a pipe, too, sentences go on in the next one."""
+    text = said(["list", "method"], capsys)
+    lines, whole = [joined(line) for line in text.splitlines()], joined(text)
     entries = [registry.lookup("method", name) for name in registry.names("method")]
     for entry in (e for e in entries if e.target.__module__.startswith("fedstill.")):
-        at = lines.index(joined(f"{entry.name} {entry.summary}"))
-        for number, field in enumerate(entry.fields, start=1):
-            assert lines[at + number].startswith(f"{field} = "), (entry.name, field)
-            assert joined(entry.sentences[field]) in lines[at + number]
+        assert joined(f"{entry.name} {entry.summary}") in whole
+        at = next(i for i, line in enumerate(text.splitlines()) if line.split(" ")[0] == entry.name)
+        for field in entry.fields:
+            at = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(f"{field} = "))
+            assert joined(entry.sentences[field]) in whole
     mix = "mix = 0.0 Share of the not-true distillation; the rest is that of all classes (lambda). (number in [0, 1])"
-    assert mix in lines
+    assert mix in whole
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -120,20 +128,43 @@ def test_an_unknown_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
     assert "did you mean 'fedntd'" in capsys.readouterr().err
 
 
-def test_explain_says_what_each_value_is_of_the_things_that_a_config_names(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_explain_says_what_each_value_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
-    config.write_text('method = "fedadkd"\n[partition]\nkind = "hybrid"\niid_share = 0.5\n[model]\nname = "mlp"\n')
-    rows = said(["explain", str(config), "--no-split"], capsys).splitlines()
-    named = [row for row in rows if row.split(".")[0] in ("method", "topology", "partition", "model")]
-    assert len(named) > 20
-    for row in named:
-        assert row.rstrip().endswith("."), row
-    text = joined("\n".join(rows))
+    config.write_text(
+        'method = "fedadkd"\nengine = "flower"\n[partition]\nkind = "hybrid"\niid_share = 0.5\n[model]\nname = "mlp"\n'
+        '[clients.models]\n1 = "mlp"\n[query.classes]\n3 = [1]\n'
+    )
+    settings = settle(load(config))
+    text = joined(said(["explain", str(config), "--no-split"], capsys))
+    for key, _, _ in resolved_values(settings):
+        assert about_key(settings, key).endswith("."), key
+        assert about_key(settings, key) in text, key
     assert "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
-    assert "method.name " in text
-    assert "FedDKD whose true-class weight follows" in text
+    assert "privacy.delta 1e-05 default At which delta" in text
+    assert "plan.train.lr 0.01 default Learning rate of the first round." in text
+
+
+def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["list"], ["list", "method"], ["list", "method", "fedadkd"], ["explain"], ["reproduce"]):
+        lines = said(words, capsys).splitlines()
+        assert len(lines) > 10
+        assert [line for line in lines if line != line.rstrip()] == [], words
+        assert max(map(len, lines)) <= 100 or words == ["reproduce"], words
+
+
+COMMANDS = ["run", "resume", "explain", "list", "compare", "demo", "report", "reproduce", "query"]
+DEPLOY = ["init", "server", "renew", "client"]
+
+
+@pytest.mark.parametrize("words", [*([c] for c in COMMANDS), *(["deploy", c] for c in DEPLOY)], ids=" ".join)
+def test_help_says_what_each_parameter_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = functools.reduce(lambda group, word: group[word], words, app).default_command
+    assert command is not None
+    sentences = dict(re.findall(r"^    (\w+): (.*)$", inspect.getdoc(command) or "", re.MULTILINE))
+    assert set(sentences) == set(inspect.signature(command).parameters)
+    shown = joined(said([*words, "--help"], capsys).replace("│", " "))
+    for name, text in sentences.items():
+        assert text.replace("`", "") in shown, name
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -77,7 +77,7 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     (folder / "004.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match="example 4 is no image"):
+    with pytest.raises(DataError, match="example 4 cannot be decoded as an image"):
         public(public_from=str(folder))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import toys
-from fedstill.data.queries import check, draw
+from fedstill.data.queries import check_queries, draw
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
@@ -60,12 +60,12 @@ def test_all_methods_of_a_run_share_the_queries() -> None:
 )
 def test_a_query_that_nobody_can_answer_is_refused(queries: dict[int, tuple[int, ...]], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        check(queries, COUNTS)
+        check_queries(queries, COUNTS)
     assert "\n" not in str(caught.value)
 
 
 def test_written_queries_are_kept_sorted_and_once() -> None:
-    assert check({0: (3, 1, 1)}, COUNTS) == {0: (1, 3)}
+    assert check_queries({0: (3, 1, 1)}, COUNTS) == {0: (1, 3)}
 
 
 @pytest.mark.parametrize(

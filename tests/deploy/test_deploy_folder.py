@@ -27,7 +27,7 @@ def made(path: Path, **changes: object) -> folder.Federation:
 
 def test_init_makes_what_the_commands_read(tmp_path: Path) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org", "10.0.0.5"), listen="0.0.0.0")
-    assert folder.load(tmp_path / "fed") == federation
+    assert folder.load_federation(tmp_path / "fed") == federation
     member = folder.membership(federation.client(1))
     assert (member.client, member.address, member.port) == (1, "fed.example.org:8443", 9101)
     assert member.key.read_text().startswith("-----BEGIN OPENSSH PRIVATE KEY-----")

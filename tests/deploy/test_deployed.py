@@ -12,7 +12,7 @@ import pytest
 
 import toys
 from fedstill.deploy import programs
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from flowers import needs_flower
 from processes import Deployment, events, experiment, over, same_bits, serial_of
 
@@ -37,7 +37,9 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     done = over(three, what, tmp_path / "run")
     assert done.returncode == 0, done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
     same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
-    rounds = [f"{e['seconds_training']:.1f}" for e in read(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    rounds = [
+        f"{e['seconds_training']:.1f}" for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"
+    ]
     print(f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: {', '.join(rounds)}")
 
 

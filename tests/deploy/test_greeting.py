@@ -82,12 +82,12 @@ def test_a_certificate_for_another_host_is_named_and_renewed_for_this_one(tmp_pa
     with pytest.raises(DeployFailed, match=r"does not name 127.0.0.1; on the server: .* renew DIR --host 127.0.0.1$"):
         greeted(federation, federation)
     assert call(["deploy", "renew", str(federation.folder), "--host", "fed.example.org"]) == 0
-    assert folder.load(federation.folder).hosts == ("127.0.0.1", "fed.example.org")
+    assert folder.load_federation(federation.folder).hosts == ("127.0.0.1", "fed.example.org")
     greeted(federation, federation)
 
 
 def test_a_certificate_of_another_authority_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DeployFailed, match=r"is not signed by this client's ca.crt .* bring this client's folder"):
+    with pytest.raises(DeployFailed, match=r"is not signed by this client's ca.crt .* copy this client's folder"):
         greeted(made(tmp_path / "a"), made(tmp_path / "b"))
 
 
@@ -122,7 +122,7 @@ def test_a_client_that_comes_first_waits(
 def test_an_authority_that_has_expired_signs_nothing(tmp_path: Path) -> None:
     federation = made(tmp_path)
     certificates.write_authority(federation.folder, certificates.make_authority("old", days=-1))
-    with pytest.raises(ConfigError, match="has expired itself: make a federation anew"):
+    with pytest.raises(ConfigError, match="which signs certificates, has expired: make a new federation"):
         folder.renew(federation, ())
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fedstill.deploy.programs import environment, program
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
 from flowers import needs_flower
 from processes import LIMIT, beside_us, kill_all_with
@@ -40,9 +40,12 @@ def test_four_clients_on_ray_give_the_bits_of_the_serial_engine(tmp_path: Path) 
     run(replace(what, engine="serial"), tmp_path / "serial")
     run(replace(what, engine="flower", flower={"grid": "ray", "poll": 0.2}), tmp_path / "ray")
     assert (tmp_path / "ray/model.safetensors").read_bytes() == (tmp_path / "serial/model.safetensors").read_bytes()
-    ours, theirs = ([without_times(e) for e in read(tmp_path / n / "journal.jsonl")] for n in ("ray", "serial"))
+    ours, theirs = ([without_times(e) for e in read_journal(tmp_path / n / "journal.jsonl")] for n in ("ray", "serial"))
     assert ours == theirs
-    print([e["seconds_training"] for e in read(tmp_path / "ray/journal.jsonl") if e["event"] == "round"], "s a round")
+    print(
+        [e["seconds_training"] for e in read_journal(tmp_path / "ray/journal.jsonl") if e["event"] == "round"],
+        "s a round",
+    )
 
 
 def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path: Path) -> None:
@@ -59,6 +62,6 @@ def test_flwr_run_runs_the_app_of_this_repository_in_flowers_simulation(tmp_path
             timeout=LIMIT,
         )
         (out,) = app.glob("runs/*")
-        assert len([e for e in read(out / "journal.jsonl") if e["event"] == "round"]) == 2, done.stdout
+        assert len([e for e in read_journal(out / "journal.jsonl") if e["event"] == "round"]) == 2, done.stdout
     finally:
         kill_all_with(f"FLWR_HOME={home}")  # Flower starts a SuperLink and leaves it running

@@ -14,7 +14,7 @@ import pytest
 from fedstill.cli import call
 from fedstill.experiment.config.experiment import load
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
@@ -24,18 +24,22 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((ROOT / "docs" / page).read_text())
 
 
-def follow(page: str, folder: Path) -> None:
-    """Write the files that a page shows, and run its commands."""
+def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Write the files that a page shows, and run its commands; one that fails says the error that the page shows."""
     shown = blocks(page)
     for _, title, text in shown:
         if title:
             (folder / title).write_text(text)
     commands = [line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()]
+    errors = [text for kind, _, text in shown if kind == "text" and text.startswith("fedstill: ")]
     assert commands
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "fedstill"
-        assert call(arguments) == 0, command
+        capsys.readouterr()
+        if call(arguments):
+            assert capsys.readouterr().err == errors.pop(0), command
+    assert not errors, "each error that is shown has come"
 
 
 class Passed:
@@ -61,17 +65,23 @@ def passing(path: Path) -> int:
     return passed.count
 
 
-def test_a_method_is_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_method.md", tmp_path)
+    follow("add_a_method.md", tmp_path, capsys)
     assert (tmp_path / "sweep" / "report.html").is_file()
     assert passing(tmp_path / "test_fedgap.py") == 1
 
 
-def test_measures_of_both_kinds_are_added_as_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measures_of_both_kinds_are_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_measure.md", tmp_path)
-    clients = [e for e in read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4]
+    follow("add_a_measure.md", tmp_path, capsys)
+    clients = [
+        e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4
+    ]
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
     assert passing(tmp_path / "test_measures.py") == 2

@@ -30,7 +30,7 @@ LONE = replace(LARGE, clients=1)
         ([SMALL, LONE], "cpu", "vectorised", "10 clients in a stage"),
         ([LONE], "cpu", "pooled", "one client acts at a time"),
         ([], "cpu", "pooled", "one client acts at a time"),
-        ([SMALL], "cuda", "pooled", "nobody has measured where stacking pays on cuda"),
+        ([SMALL], "cuda", "pooled", "it is not known when stacking is faster on cuda"),
         ([replace(SMALL, clients=3)], "cpu", "pooled", "stacking takes 4"),
         ([SMALL, replace(SMALL, clients=2)], "cpu", "pooled", "2 clients in a stage"),
         ([replace(SMALL, plan=Plan(keep="best", validation=0.1))], "cpu", "pooled", "plan.keep is set"),

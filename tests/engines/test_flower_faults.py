@@ -13,7 +13,7 @@ import toys
 from fedstill.errors import TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.progress import Interrupted, Quiet
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
@@ -25,7 +25,7 @@ REMEMBERING = toys.toy(toys.Failing(who=-9), rounds=3, topology={"clients": 4, "
 
 
 def journal(folder: Path) -> list[dict[str, Any]]:
-    return [without_times(e) for e in read(folder / "journal.jsonl")]
+    return [without_times(e) for e in read_journal(folder / "journal.jsonl")]
 
 
 def refused(folder: Path) -> list[tuple[int, int, str]]:
@@ -162,7 +162,7 @@ def test_a_late_reply_sent_as_the_answer_of_another_round_is_refused(tmp_path: P
 
 def test_a_client_that_raises_is_a_failure_and_the_round_goes_on_as_in_process(tmp_path: Path) -> None:
     raising = toys.toy(toys.Failing(who=1, how="raise"), topology={"clients": 4, "sampled": 4})
-    run(replace(raising, engine="serial"), tmp_path / "serial", data=toys.blobs())
+    run(replace(raising, engine="serial"), tmp_path / "serial", data=toys.blobs(), debug=False)
     troubled(tmp_path / "run", None, raising)
     same_bits(tmp_path / "run", tmp_path / "serial")
     assert [r[:2] for r in refused(tmp_path / "run")] == [(2, 1), (3, 1)]

@@ -17,7 +17,7 @@ from fedstill.engines import serial
 from fedstill.engines.reuse import KeptReplies
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
 from fedstill.records import Payload, Plan, Reply, Stage, View
 
@@ -48,7 +48,7 @@ def experiment(method: object, reuse: bool = True, **changes: object) -> Experim
 
 
 def bits(folder: Path) -> list[object]:
-    return without_times(read(folder / "journal.jsonl"))
+    return without_times(read_journal(folder / "journal.jsonl"))
 
 
 def fitted(trained: list[tuple[str, int]]) -> list[int]:
@@ -67,7 +67,7 @@ def test_a_second_method_trains_nobody_alone_again_and_has_the_same_bits(
     run(experiment("qkt", reuse=False), tmp_path / "anew", toys.blobs())
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
     assert bits(tmp_path / "reused") == bits(tmp_path / "anew")
-    events = [e for e in read(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"]
+    events = [e for e in read_journal(tmp_path / "reused" / "journal.jsonl") if e.get("name") == "fit"]
     assert all(e["seconds_training"] == 0 and e["seconds_reused"] > 0 for e in events)
 
 
@@ -81,7 +81,7 @@ def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
     changes = {"rounds": 2, "topology": {"clients": 6, "first": "fit"}, "plan": plan}
     run(experiment(method, **changes), tmp_path / "ft", toys.blobs())
     assert fitted(fits) == []
-    last = read(tmp_path / "ft" / "journal.jsonl")[-1]
+    last = read_journal(tmp_path / "ft" / "journal.jsonl")[-1]
     assert last["query_gain"] is not None
 
 
@@ -93,7 +93,7 @@ def test_a_method_of_many_rounds_takes_the_same_models_to_compare_with(
         {"model": {"name": "mlp", "hidden": (9,)}},
         {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 4, "seed": 3}},
         {"data": {"test_size": 60}},
-        {"threads": (2, 1)},
+        {"threads": (3, 1)},
     ],
     ids=str,
 )
@@ -121,7 +121,7 @@ def test_a_damaged_file_is_noticed_and_made_anew(
     with caplog.at_level(logging.WARNING, logger="fedstill.reuse"):
         run(experiment("local_only"), tmp_path / "two", toys.blobs())
     assert len(fitted(fits)) == 1
-    assert "is damaged and is made anew" in caplog.text
+    assert "is damaged and is computed again" in caplog.text
     assert bits(tmp_path / "one") == bits(tmp_path / "two")
     assert sorted(cache.glob("*.reply")) == files
 

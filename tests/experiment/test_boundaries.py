@@ -15,7 +15,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.boundaries import STEPS
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.models import contract
@@ -43,7 +43,7 @@ def test_it_leaves_no_trace_and_resumes_to_the_same_bits(looked: Path, tmp_path:
 
 
 def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked: Path) -> None:
-    events = read(looked / "journal.jsonl")
+    events = read_journal(looked / "journal.jsonl")
     found = [e for e in events if e.get("measure") == "boundaries"]
     assert [e["name"] for e in found] == ["fit", "transfer", "refine"]
     start, asked = events[0], events[0]["queries"]
@@ -61,7 +61,7 @@ def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked
 
 
 def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) -> None:
-    event = [e for e in read(looked / "journal.jsonl") if e.get("measure") == "boundaries"][-1]
+    event = [e for e in read_journal(looked / "journal.jsonl") if e.get("measure") == "boundaries"][-1]
     prepared = prepare(
         settle(toys.toy("qkt", model={"name": "mlp", "hidden": (8, 2)}, **toys.suited("qkt"))), toys.blobs()
     )

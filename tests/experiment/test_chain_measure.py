@@ -14,7 +14,7 @@ from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
 from run_bits import stopped
@@ -29,7 +29,7 @@ def toy(method: object = "fedseq", **changes: object) -> Experiment:
 
 
 def looked(folder: Path) -> list[dict]:  # type: ignore[type-arg]
-    return [e for e in read(folder / "journal.jsonl") if e["event"] == "measure"]
+    return [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "measure"]
 
 
 def share(ready, params: dict[str, Tensor], images: Tensor, labels: Tensor) -> float:  # type: ignore[no-untyped-def]
@@ -70,7 +70,7 @@ def test_it_is_the_same_after_a_resume_at_any_hop(tmp_path: Path) -> None:
     for stages in (1, 3, 4, 5):
         parts = stopped(toy("sfedkd"), tmp_path / str(stages), stages)
         resume(parts, data=toys.blobs())
-        ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (parts, tmp_path / "whole"))
+        ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (parts, tmp_path / "whole"))
         assert ours == theirs
 
 
@@ -98,7 +98,7 @@ def test_side_by_side_it_is_refused() -> None:
 
 def test_the_journal_says_who_taught_whom(tmp_path: Path) -> None:
     run(toy({"name": "sfedkd", "k": 2}, measure=()), tmp_path / "run", data=toys.blobs())
-    events = [e for e in read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
+    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
     before = {str(e["client"]) for e in events if e["round"] == 1}
     assert all("teachers" not in e for e in events if e["round"] == 1)
     taught = [e["teachers"] for e in events if e["round"] == 2]

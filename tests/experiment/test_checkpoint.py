@@ -13,7 +13,7 @@ import torch
 from fedstill.engines.memory import Memory
 from fedstill.errors import CorruptFile
 from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import KEPT, Checkpoints, Restored
+from fedstill.experiment.run_directory.checkpoint import CHECKPOINTS_KEPT, Checkpoints, Restored
 from fedstill.files import digest
 from fedstill.records import ModelSpec, Payload, Stage, State
 from fedstill.wire.codec import encode
@@ -105,7 +105,7 @@ def test_the_last_three_are_kept_and_the_rest_is_gone(checkpoints: Checkpoints) 
         named = save(checkpoints, round)
     manifests = sorted(p.name for p in checkpoints.folder.glob("*.json"))
     assert manifests == [f"000000{r}-0000000.json" for r in (5, 6, 7)]
-    assert len(manifests) == KEPT
+    assert len(manifests) == CHECKPOINTS_KEPT
     needed = set()
     for name in manifests:
         needed.update(json.loads((checkpoints.folder / name).read_text())["manifest"]["groups"].values())

@@ -73,7 +73,7 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
     settings = settled(FULL, tmp_path, "method.beta=0.25", "plan.train.lr=0.5", "seed=9", "data.name=blobs")
     assert settings.method == FedNTD(beta=0.25)
     assert (settings.plans["train"].lr, settings.seed, settings.data.name) == (0.5, 9, "blobs")
-    origins = {key: origin for key, _, origin in explain.values(settings)}
+    origins = {key: origin for key, _, origin in explain.resolved_values(settings)}
     assert origins["method.beta"] == origins["seed"] == origins["plan.train.lr"] == "command line"
     assert origins["rounds"] == origins["topology.clients"] == origins["plan.train.batch"] == "file config.toml"
     assert origins["plan.train.epochs"] == "file config.toml", "it stands in [plan]"

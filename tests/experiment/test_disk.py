@@ -173,7 +173,7 @@ def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path
     again.write("round", text="z")
     length, sha = again.sync()
     again.close()
-    assert [e["event"] for e in journals.read(path)] == ["start", "round"]
+    assert [e["event"] for e in journals.read_journal(path)] == ["start", "round"]
     assert (length, sha) == (path.stat().st_size, digest(path.read_bytes()))
 
 

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 import fedstill
 import toys
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 experiment = toys.toy(measure=("divergence", "diversity"), model="toy_batchnorm", rounds=2)
 fedstill.run(experiment, sys.argv[1], toys.blobs())
-print(json.dumps(without_times([e for e in read(Path(sys.argv[1]) / 'journal.jsonl') if e["event"] == "measure"])))
+events = read_journal(Path(sys.argv[1]) / 'journal.jsonl')
+print(json.dumps(without_times([e for e in events if e["event"] == "measure"])))
 """
 
 

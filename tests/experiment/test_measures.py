@@ -20,11 +20,11 @@ from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.choose import Setting, check_fit, measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.measures.sphere import directions
 from fedstill.experiment.on_flower.site import code_in
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics.local_models import by_epoch
 from fedstill.records import Payload
@@ -77,7 +77,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_it_runs_and_says_what_it_cost(whole: tuple[str, Path]) -> None:
     name, folder = whole
-    events, measure = read(folder / "journal.jsonl"), measures([name])[name]
+    events, measure = read_journal(folder / "journal.jsonl"), measures([name])[name]
     found = [e for e in events if e["event"] == "measure"]
     if name in WITH_REPLIES:
         assert not found
@@ -339,20 +339,20 @@ AT_HOME = {"client_data", "test_at_clients"}
 def test_outside_of_a_simulation_clients_data_cannot_be_looked_at(name: str) -> None:
     ready = prepare(settle(measured(name)), toys.blobs())
     topology: Topology = ready.settings.topology
-    setting = Setting(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
+    setting = MeasuredRun(ready.settings.method, "fedavg", topology(1, ready.world), ready.world, simulated=False)
     with pytest.raises(IncompatibleMethod, match=rf"measure {name}: .* leave flower\.data = 'sites' out"):
         check_fit(measures([name]), setting)
     check_fit(measures(["alignment", "local"]), setting)
 
 
-def one_by_one(setting: Setting) -> Setting:
+def one_by_one(setting: MeasuredRun) -> MeasuredRun:
     """The same with its clients in a chain."""
     return replace(setting, schedule=[replace(s, hop=True) for s in setting.schedule])
 
 
 def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> None:
     ready = prepare(settle(measured()), toys.blobs())
-    setting = Setting(
+    setting = MeasuredRun(
         ready.settings.method, "fedavg", ready.settings.topology(1, ready.world), ready.world, tested=False
     )
     for name in MEASURES:
@@ -399,5 +399,5 @@ def test_events_are_equal_but_for_their_times(tmp_path: Path) -> None:
     events = []
     for name in ("a", "b"):
         run(measured("alignment", rounds=2), tmp_path / name, data=toys.blobs())
-        events.append(without_times(read(tmp_path / name / "journal.jsonl")))
+        events.append(without_times(read_journal(tmp_path / name / "journal.jsonl")))
     assert events[0] == events[1]

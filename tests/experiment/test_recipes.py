@@ -11,9 +11,9 @@ from fedstill.errors import UnknownName
 from fedstill.experiment.comparing import recipes
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", recipes.recipe_names())
 def test_every_cell_resolves(name: str, tmp_path: Path) -> None:
-    recipe = recipes.load(name)
+    recipe = recipes.load_recipe(name)
     assert set(recipe.published) <= set(recipe.cells())
     variants = recipe.variants(recipe.cells(), [1], {}, tmp_path)
     for variant, (row, column) in zip(variants, recipe.cells(), strict=True):
@@ -46,13 +46,13 @@ def test_a_table_of_four_measures_is_printed_whole(
 
 
 def test_a_row_has_cells_only_where_it_has_a_meaning() -> None:
-    cells = recipes.load("qkt/table20").cells()
+    cells = recipes.load_recipe("qkt/table20").cells()
     assert [c for r, c in cells if r.startswith("CLUE")] == ["Path single", "Dir single"]
     assert len([c for r, c in cells if r.startswith("PFNM")]) == 4
 
 
 def test_cells_are_chosen_by_pattern() -> None:
-    recipe = recipes.load("fedadkd/table2")
+    recipe = recipes.load_recipe("fedadkd/table2")
     assert recipe.cells(["fedn*:*.1"]) == [
         ("FedNTD", "CIFAR-10 .1"),
         ("FedNTD+ASD", "CIFAR-10 .1"),
@@ -61,7 +61,7 @@ def test_cells_are_chosen_by_pattern() -> None:
     with pytest.raises(UnknownName, match="FedXYZ"):
         recipe.cells(["FedXYZ:*"])
     with pytest.raises(UnknownName, match="fedadkd/table2"):
-        recipes.load("fedadkd/tabel2")
+        recipes.load_recipe("fedadkd/tabel2")
 
 
 def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,10 +126,10 @@ def test_a_figure_at_a_tiny_size_is_in_the_report(
         assert all(0 <= float(row[-3]) <= 1 for row in lines)
 
 
-@pytest.mark.parametrize("name", recipes.names())
+@pytest.mark.parametrize("name", recipes.recipe_names())
 def test_cells_can_be_named_on_a_command_line(name: str) -> None:
     """A comma or colon in a name would part it."""
-    recipe = recipes.load(name)
+    recipe = recipes.load_recipe(name)
     for row, column in recipe.cells():
         assert not set(",") & set(row + column)
         assert ":" not in row

@@ -16,7 +16,7 @@ import pytest
 import toys
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume
 
 BEFORE = Path(__file__).parent / "begun_before"
@@ -32,10 +32,10 @@ def test_a_config_resolves_to_its_own_bytes(one: dict[str, str]) -> None:
 def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(BEFORE / topology, folder)
-    config, events = (folder / "config.toml").read_bytes(), read(folder / "journal.jsonl")
+    config, events = (folder / "config.toml").read_bytes(), read_journal(folder / "journal.jsonl")
     done = resume(folder, toys.blobs())
     assert (folder / "config.toml").read_bytes() == config
-    after = read(folder / "journal.jsonl")
+    after = read_journal(folder / "journal.jsonl")
     assert after[: len(events)] == events, "what was journaled stays, times too"
     assert [e["round"] for e in done.history] == list(range(1, tomllib.loads(config.decode())["rounds"] + 1))
     assert not [e for e in after if e["event"] == "client" and "refused" in e]

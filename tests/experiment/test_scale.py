@@ -16,7 +16,7 @@ import torch
 import toys
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.progress import Quiet
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 
 SAMPLED = 100
@@ -65,7 +65,7 @@ def test_ten_thousand_clients_hold_no_more_than_their_data(engine: str, tmp_path
     positions = 8 * 20_000
     grown = max(watch.seen) - before
     assert grown < positions + 20 * model + 10_000, "not one model for each of the 100 that act, let alone all"
-    acted = {e["client"] for e in read(tmp_path / "run/journal.jsonl") if e["event"] == "client"}
+    acted = {e["client"] for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"}
     assert SAMPLED < len(acted) <= 2 * SAMPLED
     assert 0 < len(list((tmp_path / "run/memory").iterdir())) <= 2 * SAMPLED
 

@@ -17,7 +17,7 @@ from fedstill.experiment.comparing.variants import seeded, with_starts
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
 from run_bits import assert_same_bits, bits, stopped
@@ -38,9 +38,9 @@ def going_on(first: Path, **changes: Any) -> Experiment:
 
 def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -> None:
     run(going_on(first), tmp_path / "second", data=toys.blobs())
-    events = read(tmp_path / "second" / "journal.jsonl")
+    events = read_journal(tmp_path / "second" / "journal.jsonl")
     (initial,) = [e for e in events if e["event"] == "initial"]
-    (last,) = [e for e in read(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
+    (last,) = [e for e in read_journal(first / "journal.jsonl") if e["event"] == "round" and e["round"] == 2]
     assert (initial["accuracy"], initial["class_accuracy"]) == (last["accuracy"], last["class_accuracy"])
     assert last["accuracy"] > 0.5, "it has learned, so that drawn weights would differ"
     named = prepare(settle(going_on(first / "model.safetensors")), toys.blobs()).world

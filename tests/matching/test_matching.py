@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.matching import Setting, match, match_models, matchable, widened
+from fedstill.matching import MatchingSettings, match, match_models, matchable, widened
 from fedstill.models import contract
-from fedstill.models.chain import with_widths
+from fedstill.models.layer_chain import with_widths
 from fedstill.records import ModelSpec
 
-FREE = Setting(variance=1.0, prior_variance=1e9, gamma=1e-6)
+FREE = MatchingSettings(variance=1.0, prior_variance=1e9, gamma=1e-6)
 """A prior that says nothing, and no wish for new units: what is the same is found, and is left as it is."""
 LEFT = 1e-7
 """The prior still pulls a unit by about a billionth in each layer, thrice that where a client holds a third of a class,
@@ -63,12 +63,14 @@ def outputs(spec: ModelSpec, params: dict[str, Tensor]) -> Tensor:
     return contract.predictor(widened(spec, params), params)(x)
 
 
-def together(spec: ModelSpec, models: Sequence[dict[str, Tensor]], setting: Setting, counts: Tensor | None = None):
+def together(
+    spec: ModelSpec, models: Sequence[dict[str, Tensor]], setting: MatchingSettings, counts: Tensor | None = None
+):
     counts = torch.full((len(models), spec.classes), 10) if counts is None else counts
     return match_models(spec, models, counts, [1.0] * len(models), setting, draw())
 
 
-def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarray, s: Setting) -> np.ndarray:
+def plain(units: list[np.ndarray], precisions: list[np.ndarray], mean: np.ndarray, s: MatchingSettings) -> np.ndarray:
     """The global units, by loops over members; the best assignment is found by trying all."""
     n, dims = len(units), range(len(mean))
     at: dict[int, list[int]] = {}
@@ -117,7 +119,7 @@ def test_it_matches_as_loops_do(gamma: float, variance: float, passes: int) -> N
     rng = np.random.default_rng(3)
     units = [rng.normal(size=(n, 4)) for n in (2, 3, 2)]
     precisions = [rng.uniform(0, 1, 4) / variance for _ in units]
-    mean, setting = np.array([0.0, 0.0, 0.1, 0.0]), Setting(variance, 2.0, gamma, passes=passes)
+    mean, setting = np.array([0.0, 0.0, 0.1, 0.0]), MatchingSettings(variance, 2.0, gamma, passes=passes)
     found = match(units, precisions, mean, setting, draw()).units
     expected = plain(units, precisions, mean, setting)
     assert len(found) == len(expected)
@@ -127,24 +129,29 @@ def test_it_matches_as_loops_do(gamma: float, variance: float, passes: int) -> N
 def test_the_settings_of_the_loops_differ_in_what_they_find() -> None:
     rng = np.random.default_rng(3)
     units = [rng.normal(size=(3, 4)) for _ in range(4)]
-    sizes = {g: len(match(units, [np.ones(4)] * 4, np.zeros(4), Setting(gamma=g), draw()).units) for g in (1e-9, 1e6)}
+    sizes = {
+        g: len(match(units, [np.ones(4)] * 4, np.zeros(4), MatchingSettings(gamma=g), draw()).units)
+        for g in (1e-9, 1e6)
+    }
     assert sizes == {1e-9: 3, 1e6: 12}
 
 
 def test_no_layer_grows_beyond_what_is_allowed() -> None:
     rng = np.random.default_rng(3)
     units = [rng.normal(size=(3, 4)) for _ in range(6)]
-    found = match(units, [np.ones(4)] * 6, np.zeros(4), Setting(gamma=1e6, most=8), draw())
+    found = match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6, most=8), draw())
     assert len(found.units) <= 8 + 6, "full, it takes one more from a network"
-    assert len(match(units, [np.ones(4)] * 6, np.zeros(4), Setting(gamma=1e6), draw()).units) == 18
-    still = match(units, [np.ones(4)] * 6, np.zeros(4), Setting(gamma=1e6, grow=False), draw())
+    assert len(match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6), draw()).units) == 18
+    still = match(units, [np.ones(4)] * 6, np.zeros(4), MatchingSettings(gamma=1e6, grow=False), draw())
     assert len(still.units) == 3
     assert all(sorted(places) == [0, 1, 2] for places in still.places)
 
 
 def test_equal_units_shrink_towards_the_prior_by_its_share() -> None:
     v = np.array([[1.0, -2.0], [3.0, 0.5]])
-    found = match([v, v[::-1], v], [np.full(2, 2.0)] * 3, np.array([0.0, 0.1]), Setting(0.5, 4.0, 1e-6), draw())
+    found = match(
+        [v, v[::-1], v], [np.full(2, 2.0)] * 3, np.array([0.0, 0.1]), MatchingSettings(0.5, 4.0, 1e-6), draw()
+    )
     expected = (3 * 2 * v + np.array([0.0, 0.1]) / 4) / (3 * 2 + 1 / 4)
     np.testing.assert_allclose(found.units[np.argsort(found.units[:, 0])], expected)
 
@@ -171,7 +178,7 @@ def test_the_order_of_a_clients_units_does_not_matter(spec: ModelSpec, who: int)
     models = [some(spec, seed) for seed in (1, 2, 3)]
     other = [permuted(spec, m, 7) if j == who else m for j, m in enumerate(models)]
     counts = torch.tensor([[9, 1, 0, 3, 5], [0, 4, 0, 1, 1], [2, 2, 0, 7, 0]])
-    for setting in (Setting(), Setting(0.1, 10.0, 50.0, passes=2)):
+    for setting in (MatchingSettings(), MatchingSettings(0.1, 10.0, 50.0, passes=2)):
         a, b = (together(spec, some_models, setting, counts) for some_models in (models, other))
         torch.testing.assert_close(outputs(spec, a), outputs(spec, b))
 
@@ -179,7 +186,7 @@ def test_the_order_of_a_clients_units_does_not_matter(spec: ModelSpec, who: int)
 @FREED
 def test_a_wide_network_is_one_that_can_be_built_and_run(spec: ModelSpec) -> None:
     models = [some(spec, seed) for seed in (1, 2, 3)]
-    found = together(spec, models, Setting(gamma=1e6))
+    found = together(spec, models, MatchingSettings(gamma=1e6))
     wide = widened(spec, found)
     assert sum(wide.widths) > sum(widened(spec, models[0]).widths)
     assert {k: v.shape for k, v in contract.initial(wide, 0).items()} == {k: v.shape for k, v in found.items()}
@@ -189,7 +196,7 @@ def test_a_wide_network_is_one_that_can_be_built_and_run(spec: ModelSpec) -> Non
 def test_without_hidden_layers_the_head_is_the_mean_by_class_share() -> None:
     spec = ModelSpec("logistic", (1, 2, 2), 3)
     models = [some(spec, seed) for seed in (1, 2)]
-    found = together(spec, models, Setting(), torch.tensor([[3, 0, 0], [1, 5, 0]]))
+    found = together(spec, models, MatchingSettings(), torch.tensor([[3, 0, 0], [1, 5, 0]]))
     for key in ("head.weight", "head.bias"):
         a, b = (m[key] for m in models)
         torch.testing.assert_close(found[key], torch.stack([0.75 * a[0] + 0.25 * b[0], b[1], (a[2] + b[2]) / 2]))
@@ -206,7 +213,7 @@ def test_a_residual_networks_last_block_is_matched_and_the_rest_averaged(name: s
     assert not torch.equal(twin[f"{block}.0.weight"], one[f"{block}.0.weight"])
     torch.testing.assert_close(outputs(spec, together(spec, [one, twin], replace(FREE, passes=1))), outputs(spec, one))
     other = some(spec, 2)
-    found = match_models(spec, [one, other], torch.ones(2, 5), [3.0, 1.0], Setting(passes=1), draw())
+    found = match_models(spec, [one, other], torch.ones(2, 5), [3.0, 1.0], MatchingSettings(passes=1), draw())
     stem = "body.stem.1.running_mean"
     torch.testing.assert_close(found[stem], 0.75 * one[stem] + 0.25 * other[stem])
     torch.testing.assert_close(found["head.weight"], (one["head.weight"] + other["head.weight"]) / 2)
@@ -226,6 +233,6 @@ def test_what_can_be_matched_and_what_cannot() -> None:
     }
     spec = ModelSpec("sphere_cnn", (3, 32, 32), 5)
     with pytest.raises(IncompatibleMethod, match="sphere_cnn is neither"):
-        together(spec, [contract.initial(spec, 0)], Setting())
+        together(spec, [contract.initial(spec, 0)], MatchingSettings())
     with pytest.raises(ConfigError, match="no 3 hidden layers"):
         with_widths(contract.build(MLP), (1, 2, 3))

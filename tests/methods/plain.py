@@ -27,6 +27,7 @@ from fedstill.models import contract, resnet
 from fedstill.records import State
 from fedstill.registry import register
 from fedstill.topology import sample
+from fedstill.watch import Unwatched
 
 
 @register("model", "toy_slim")
@@ -171,7 +172,7 @@ def ready_for(method: object, **changes: object) -> Prepared:
 def drive(ready: Prepared) -> tuple[list[State], Memory]:
     """The library's own run: its states, that before round 1 first, and what its clients remember."""
     settings, world, engine = ready.settings, ready.world, ready.engine()
-    watch = lambda *_: None  # noqa: E731
+    watch = Unwatched()
     state = settings.method.setup(world)
     if "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, watch, settings.rules)

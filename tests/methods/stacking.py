@@ -19,6 +19,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.method import run_census, run_round
 from fedstill.records import Reply, State
+from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 
 Rounds = tuple[State, list[Reply], list[Refusal]]
@@ -48,10 +49,12 @@ def rounds(ready: Prepared, count: int = 2) -> Rounds:
     replies: list[Reply] = []
     refused: list[Refusal] = []
 
-    def watch(stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
-        replies.extend(came)
-        refused.extend(gone)
+    class Watching(Unwatched):
+        def stage(self, stage: object, came: list[Reply], gone: list[Refusal], *rest: object) -> None:
+            replies.extend(came)
+            refused.extend(gone)
 
+    watch = Watching()
     with closing(ready.engine()) as engine:
         state = method.setup(world)
         if "label_counts" in method.requires():

@@ -84,7 +84,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddf", "sequential", "an ensemble needs several"),
         ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),
         ("fedseq", "parallel", "side by side it is method fedavg"),
-        ("cwc", "parallel", "nobody hands an importance on"),
+        ("cwc", "parallel", "no client passes an importance on"),
         ("fedavg", "peer_to_peer", "does not know stage 'refine' of topology peer_to_peer"),
     ],
 )

@@ -74,6 +74,6 @@ def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
     blocks = docstrings.blocks(sys.modules[module].__doc__ or "")
     for label, there in (("State", in_state), ("Memory", in_memory)):
         (declared,) = blocks.get(label, [""])
-        groups = docstrings.groups(declared)
+        groups = docstrings.declared_groups(declared)
         assert set(groups) == there, f"{label}: of {module}"
         assert groups or re.search(r"\bnothing\b.*\.$", declared), f"{label}: of {module} says nothing"

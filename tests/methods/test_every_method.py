@@ -11,8 +11,9 @@ import pytest
 import toys
 from fedstill import registry
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.run_directory.journal import read, without_times
-from fedstill.experiment.running.runner import Interrupted, resume, run
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
@@ -44,7 +45,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_it_learns_and_refuses_nothing(whole: tuple[str, Path]) -> None:
-    events = read(whole[1] / "journal.jsonl")
+    events = read_journal(whole[1] / "journal.jsonl")
     assert not [e for e in events if e["event"] == "client" and "refused" in e]
     last = [e for e in events if e["event"] == "round"][-1]
     assert last.get("query_average_accuracy", last["accuracy"]) > 0.4, "chance is 0.2"
@@ -60,7 +61,9 @@ def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tm
             break
         except Interrupted:
             stops += 1
-    assert stops == len({(e["round"], e["stage"]) for e in read(folder / "journal.jsonl") if e["event"] == "client"})
+    assert stops == len(
+        {(e["round"], e["stage"]) for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"}
+    )
     assert_same_bits(bits(other), bits(folder))
 
 
@@ -73,7 +76,7 @@ def test_every_number_of_workers_gives_the_bits_of_the_serial_engine(
     monkeypatch.setenv("FEDSTILL_WORKERS", str(workers or 1))
     run(replace(experiment(name), engine="pooled" if workers else "serial"), tmp_path / "run", data=toys.blobs())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
     assert ours == theirs
 
 
@@ -83,11 +86,11 @@ def test_over_flower_and_resumed_it_gives_the_bits_of_the_serial_engine(
 ) -> None:
     """Every message is serialised; the second half runs on new nodes, which find what they remember on their disks."""
     name, folder = whole
-    stages = len({(e["round"], e["stage"]) for e in read(folder / "journal.jsonl") if e["event"] == "client"})
+    stages = len({(e["round"], e["stage"]) for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"})
     over = replace(experiment(name), engine="flower")
     resume(stopped(over, tmp_path / "run", stages=max(1, stages // 2)), data=toys.blobs())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    ours, theirs = (without_times(read(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
     assert ours == theirs
 
 

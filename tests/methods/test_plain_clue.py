@@ -15,7 +15,7 @@ import toys
 from double import NEAR
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.keys import generator, seed_for
 
@@ -82,7 +82,7 @@ def test_helper_patch_and_vote_are_those_of_plain_modules() -> None:
 def test_the_journal_says_who_helped_and_each_client_is_measured_by_its_vote(tmp_path: Path) -> None:
     toy = toys.toy({"name": "clue", "share": 0.2}, **toys.suited("clue"))
     run(toy, tmp_path / "run", data=toys.blobs())
-    events = read(tmp_path / "run" / "journal.jsonl")
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
     told = {e["client"]: e for e in events if e["event"] == "client" and e["name"] == "transfer" and "helper" in e}
     last = next(e for e in events if e["event"] == "round")
     assert last["accuracy"] is None, "there is no global model"

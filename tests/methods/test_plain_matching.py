@@ -20,7 +20,7 @@ from fedstill.fields import check_ranges
 from fedstill.keys import seed_for
 from fedstill.methods.pfnm import PFNM
 from fedstill.models import contract
-from fedstill.models.files import load_model, save_model
+from fedstill.models.model_files import load_model, save_model
 
 ONE = {"name": "pfnm", "gamma": [1.0], "variance": [0.5], "prior_variance": [10.0]}
 Params = dict[str, Tensor]

@@ -18,7 +18,7 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Plan, Stage, Step, Tensors
 from fedstill.work import ClientWork
@@ -85,7 +85,7 @@ def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
         run(experiment, folders[engine, kind], data=toys.blobs())
     model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
     assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]
-    serial, pooled = (without_times(read(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
+    serial, pooled = (without_times(read_journal(folders[e, "bf16"] / "journal.jsonl")) for e in ("serial", "pooled"))
     assert serial == pooled
 
 
@@ -109,7 +109,7 @@ def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
     with pytest.raises(ConfigError, match="no units for bfloat16"):
         settle(Experiment(precision="bf16"))
-    assert settle(Experiment())["precision"] == "fp32"
+    assert settle(Experiment()).precision == "fp32"
 
 
 def test_products_are_rounded_where_that_was_asked_for() -> None:

@@ -161,9 +161,9 @@ class FailingWork:
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
     whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2}
     result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
-    from fedstill.experiment.run_directory.journal import read
+    from fedstill.experiment.run_directory.journal import read_journal
 
-    clients = [e for e in read(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
+    clients = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client" and e["round"]]
     failed = [e for e in clients if "refused" in e]
     assert [(e["round"], e["name"], e["client"]) for e in failed] == [(1, where, 0)]
     assert "this site is gone" in failed[0]["refused"]

@@ -14,7 +14,7 @@ import toys
 from fedstill import losses
 from fedstill.errors import InfeasiblePartition
 from fedstill.experiment.explain import arithmetic
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.labels import discrepancy_weights, proportions
 from fedstill.methods.cwc import CWC
@@ -184,7 +184,7 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
     monkeypatch.setattr(serial, "train", failing)
     toy = toys.toy(name, rounds=2, topology=CHAIN, plan={"epochs": 1, "batch": 10, "lr": 0.02})
     run(toy, tmp_path / "run", data=toys.blobs())
-    events = [e for e in read(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
+    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
     (refused,) = [e for e in events if "refused" in e]
     assert (refused["round"], refused["stage"]) == (1, 1)
     assert "the disk of this site is gone" in refused["refused"]

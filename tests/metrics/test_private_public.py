@@ -12,7 +12,7 @@ from fedstill.engines.passes import ModelPasses
 from fedstill.experiment.comparing import recipes
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.run_directory.journal import read
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.metrics.own_models import private_public
 from fedstill.report.page import write_page
@@ -68,7 +68,7 @@ def test_the_formula() -> None:
 
 
 def test_a_run_says_what_every_client_knows_before_and_after(finished: Path) -> None:
-    rounds = [e for e in read(finished / "journal.jsonl") if e["event"] == "round"]
+    rounds = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"]
     assert len(rounds) == 2
     for r in rounds:
         for kind in ("private", "public"):
@@ -82,7 +82,7 @@ def test_the_numbers_are_those_of_the_models_themselves(finished: Path) -> None:
     prepared = prepare(settle(experiment()), toys.blobs())
     from fedstill.wire.codec import decode
 
-    last = [e for e in read(finished / "journal.jsonl") if e["event"] == "round"][-1]
+    last = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"][-1]
     public, stage = prepared.sites.public, prepared.settings.topology(2, prepared.world)[2]
     for client in range(4):
         (path,) = (finished / "memory").glob(f"client{client}-round2-stage2.safetensors")
@@ -113,7 +113,7 @@ def test_hipers_table_prints_ours_beside_the_papers_by_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    recipe = recipes.load("hiper/table1")
+    recipe = recipes.load_recipe("hiper/table1")
     assert recipe.published["HiPer-FedKD", "alpha 0.1"].clients["private"] == [79.69, 41.64, 66.17, 43.34]
     settings = settle(recipe.variants([("HiPer-FedKD", "alpha 0.1")], [1], {}, tmp_path)[0].experiment)
     assert {k: p.epochs for k, p in settings.plans.items()} == {"local": 5, "teach_server": 10, "distil": 5}

@@ -11,8 +11,8 @@ from run_journals import events
 import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running import runner
-from fedstill.report.asked import _client, _epochs, _trade, asked, probed
-from fedstill.report.boundaries import boundaries
+from fedstill.report.asked import _client, _epochs, _trade, asked, noise_probes
+from fedstill.report.decision_planes import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
 
@@ -48,12 +48,12 @@ def test_the_bars_are_class_accuracies_with_what_was_asked_for_first(one: Path) 
 
 def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, finished: Path) -> None:
     found = groups([one])
-    text = asked(found, Style(found)).text + probed(found).text  # type: ignore[union-attr]
+    text = asked(found, Style(found)).text + noise_probes(found).text  # type: ignore[union-attr]
     for words in ("Forgetting against gain", "Phases, epoch by epoch", "Noise probe", "error 0."):
         assert words in text
     others = groups([finished])
     assert asked(others, Style(others)) is None
-    assert probed(others) is None
+    assert noise_probes(others) is None
 
 
 def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: Path) -> None:
@@ -90,5 +90,5 @@ def test_what_is_damaged_is_named(one: Path, tmp_path: Path, event: str) -> None
             e["probe"] = [0.5]
     (tmp_path / "run" / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in told))
     found = groups([tmp_path / "run"])
-    with pytest.raises(CorruptFile, match=r"journal\.jsonl: what is said of queries is damaged"):
-        asked(found, Style(found)) if event == "round" else probed(found)
+    with pytest.raises(CorruptFile, match=r"journal\.jsonl: the entries on queries are damaged"):
+        asked(found, Style(found)) if event == "round" else noise_probes(found)

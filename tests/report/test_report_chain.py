@@ -12,10 +12,10 @@ from run_journals import events, stop_after
 import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running.runner import run
-from fedstill.report import chain, targets
+from fedstill.report import chain_hops, targets
 from fedstill.report.groups import groups
 from fedstill.report.page import page
-from fedstill.report.runs import read
+from fedstill.report.runs import read_run
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
 
@@ -38,7 +38,7 @@ def made(*folders: Path):  # type: ignore[no-untyped-def]
 
 def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
     (group,) = made(runs / "seq7")
-    (hops,) = chain.read(group)
+    (hops,) = chain_hops.read_hops(group)
     looks = [e for e in events(runs / "seq7") if e["event"] == "measure"]
     assert list(hops.accuracy) == list(range(1, 10))
     assert list(hops.accuracy.values()) == [e["class_accuracy"] for e in looks]
@@ -51,7 +51,7 @@ def test_hops_are_counted_through_all_rounds(runs: Path) -> None:
 
 def test_a_client_that_failed_leaves_a_blank_column() -> None:
     row = [0.5, None]
-    hops = chain.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
+    hops = chain_hops.Hops(3, accuracy={1: row, 3: row, 7: row, 8: row})
     assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, "round 2 was not measured"
 
 
@@ -68,7 +68,7 @@ def test_where_nothing_was_measured_nothing_is_shown(runs: Path, finished: Path)
 
 
 def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
-    one = read(runs / "kd7")
+    one = read_run(runs / "kd7")
     sums, passed = [], 0.0
     for event in one.rounds:
         passed += event["seconds_clients"]
@@ -104,5 +104,5 @@ def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path)
     for name in ("config.toml", "summary.json", "journal.jsonl"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     stop_after(folder, 1)
-    (hops,) = chain.read(made(folder)[0])
+    (hops,) = chain_hops.read_hops(made(folder)[0])
     assert list(hops.accuracy) == [1, 2, 3]

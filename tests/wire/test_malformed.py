@@ -14,7 +14,7 @@ import torch
 
 from fedstill.errors import BadPayload
 from fedstill.records import Payload
-from fedstill.wire.codec import MAX_HEADER, decode, encode
+from fedstill.wire.codec import MAX_TENSOR_HEADER, decode, encode
 
 SAMPLE = Payload(
     params={"body.weight": torch.arange(12.0).reshape(3, 4), "body.bias": torch.ones(3), "seen": torch.tensor(3)},
@@ -64,7 +64,7 @@ MALFORMED = {
     "torch.save": torch_saved(),
     "header longer than all": struct.pack("<Q", 1000) + b"{}",
     "header of 2^64-1 bytes": struct.pack("<Q", 2**64 - 1) + b"{}",
-    "header over the cap": struct.pack("<Q", MAX_HEADER + 1) + b" " * (MAX_HEADER + 2),
+    "header over the cap": struct.pack("<Q", MAX_TENSOR_HEADER + 1) + b" " * (MAX_TENSOR_HEADER + 2),
     "no JSON": with_header(b"hello"),
     "half a JSON": with_header(b'{"__metadata__": {"fedstill": '),
     "no UTF-8": with_header(b'{"__metadata__": {"fedstill": "\xff\xfe"}}'),

@@ -13,7 +13,7 @@ import torch
 import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read, without_times
+from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
@@ -120,7 +120,7 @@ def test_clipping_alone_has_no_epsilon_and_says_so(method: str, tmp_path: Path) 
 def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) -> None:
     privacy = {"clip": 3.0, "noise": 20.0}
     whole = run(experiment(**privacy), tmp_path / "whole", data=toys.blobs())
-    events = read(tmp_path / "whole" / "journal.jsonl")
+    events = read_journal(tmp_path / "whole" / "journal.jsonl")
     spent = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
     expected = [Privacy(**privacy).epsilon(toys.PUBLIC, k) for k in (1, 2)]
     assert [row[0] for row in spent] == expected
@@ -129,7 +129,7 @@ def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) ->
     assert {(e["name"], e["noised_rows"]) for e in marked} == {("local", toys.PUBLIC)}
     for stages in (2, 5):
         resume(stopped(experiment(**privacy), tmp_path / str(stages), stages=stages), data=toys.blobs())
-        other = read(tmp_path / str(stages) / "journal.jsonl")
+        other = read_journal(tmp_path / str(stages) / "journal.jsonl")
         assert without_times(other) == without_times(events)
     assert whole.accuracy is not None
 

@@ -7,11 +7,11 @@ import sys
 
 from cyclopts import CycloptsError
 
-from fedstill.cli import asking, comparisons, deploy, reproduce, runs
+from fedstill.cli import asking, comparisons, deploy, reproduce, single_run
 from fedstill.cli.app import app, say
 from fedstill.errors import FedstillError
 
-__all__ = ["app", "asking", "call", "comparisons", "deploy", "main", "reproduce", "runs"]
+__all__ = ["app", "asking", "call", "comparisons", "deploy", "main", "reproduce", "single_run"]
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     try:
         sys.exit(call(sys.argv[1:]))
     except KeyboardInterrupt:
-        say("ended at once; what was finished is kept", 1)
+        say("ended at once; finished work is kept", 1)
         os._exit(1)
 
 

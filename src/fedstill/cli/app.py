@@ -1,13 +1,16 @@
-"""The app that all commands belong to, the options they share, and how an error is said."""
+"""The app that all commands belong to, the options they share, and how an error is printed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
+from fedstill.errors import FedstillError
 from fedstill.version import VERSION
 
 app = App(
@@ -24,15 +27,29 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     return tuple(one(part.strip()) for token in tokens for part in token.value.split(",") if part.strip())
 
 
-Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
+Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="", show_default=False)]
 Seeds = Annotated[tuple[int, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
-Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)]
+Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-Settings = Annotated[tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False)]
-Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="")]
+Settings = Annotated[
+    tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False, show_default=False)
+]
+Debug = Annotated[bool, Parameter(negative="", show_default=False)]
+Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", show_default=False)]
+
+
+@contextmanager
+def tracebacks(shown: bool) -> Iterator[None]:
+    """Print the traceback of an error, and of what caused it, if they are to be shown; the error goes on."""
+    try:
+        yield
+    except FedstillError as error:
+        if shown:
+            traceback.print_exception(error)
+        raise
 
 
 def say(text: str, code: int) -> int:
-    """One line on the standard error; the exit code is handed through."""
+    """One line on the standard error; the exit code is returned."""
     print(f"fedstill: {' '.join(text.split())}", file=sys.stderr)
     return code

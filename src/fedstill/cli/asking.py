@@ -18,26 +18,25 @@ def query(
 ) -> int:
     """Let one client of a finished local run ask its peers for classes; show what it gains and forgets, and from whom.
 
-    Parameters
-    ----------
-    run: The run's directory; its clients must have trained alone (method local_only).
-    client: Who asks.
-    classes: What it asks for, by number or name, e.g. 7,9.
-    teachers: Model files that may teach too, beside the run's clients.
-    out: The file for the student's model. Unset, one in the working directory.
-    set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
+    Args:
+        run: The run's directory; its clients must have trained alone (method local_only).
+        client: The client that asks.
+        classes: The classes that it asks for, by number or name, e.g. 7,9.
+        teachers: Model files that may teach too, in addition to the run's clients.
+        out: The file for the student's model. Unset, one in the working directory.
+        set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """
     from fedstill.experiment.answering import ask, numbered
     from fedstill.experiment.config.overrides import parse_overrides
-    from fedstill.models.files import save_model
+    from fedstill.models.model_files import save_model
     from fedstill.report import answer, terminal
 
     asked = numbered(run, classes)
-    found = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
+    answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
     screen = terminal.console()
-    for line in answer.lines(found):
+    for line in answer.answer_tables(answered):
         screen.print(line)
-    path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, found.query))}.safetensors")
-    save_model(path, found.model, found.params)
+    path = out or Path(f"{run.name}-client{client}-asked-{'-'.join(map(str, answered.query))}.safetensors")
+    save_model(path, answered.model, answered.params)
     screen.print(f"\nthe student's model: {path}")
     return 0

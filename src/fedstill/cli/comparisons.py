@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Debug, Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
 
 
-@app.command
-def compare(
+@app.command(name="compare")
+def compare_command(
     config: Path | None = None,
     *,
     methods: Names = (),
@@ -23,23 +24,24 @@ def compare(
     jobs: Jobs = None,
     set_: Settings = (),
     tensorboard: bool = False,
+    debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
     """Run several methods, settings and seeds side by side, print one table, and write a report.
 
     The same command goes on where it was stopped; finished runs are left alone.
 
-    Parameters
-    ----------
-    config: What all runs have in common, a TOML file. Unset, the defaults.
-    methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
-    seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
-    grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
-    out: The directory of all runs and the report. Unset, one is made under runs/.
-    jobs: How many runs at once. Unset, one a core, as far as memory goes.
-    set_: A value over the file's, as key=value. May be repeated.
-    tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
-    quiet: No progress bar.
+    Args:
+        config: What all runs have in common, a TOML file. Unset, the defaults.
+        methods: Methods by name, e.g. --methods fedavg,fedntd. Unset, the config's.
+        seeds: Seeds, e.g. --seeds 1,2,3. Unset, the config's.
+        grid: Values of one key to cross with all others, e.g. --grid method.beta=0.1,1,10. May be repeated.
+        out: The directory of all runs and the report. Unset, one is made under runs/.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        set_: A value over the file's, as key=value. May be repeated.
+        tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+        debug: End a run with the first client that fails, and print the traceback of whatever fails.
+        quiet: No progress bar.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
     from fedstill.experiment.config.experiment import load
@@ -48,19 +50,18 @@ def compare(
     experiment = load(config, set_)
     folder = out or new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
-    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard)
+    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard, debug=debug)
 
 
 @app.command
 def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
-    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show who forgets.
+    """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
 
-    Parameters
-    ----------
-    seeds: Seeds of the runs.
-    out: The directory of all runs and the report. Unset, one is made under runs/.
-    jobs: How many runs at once. Unset, one a core, as far as memory goes.
-    quiet: No progress bar.
+    Args:
+        seeds: Seeds of the runs.
+        out: The directory of all runs and the report. Unset, one is made under runs/.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        quiet: No progress bar.
     """
     from importlib import resources
 
@@ -78,11 +79,10 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
 def report(*directories: Path, out: Path | None = None, tensorboard: Path | None = None) -> int:
     """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
 
-    Parameters
-    ----------
-    directories: Directories of runs, or with runs below them.
-    out: The page. Unset, report.html in the first directory.
-    tensorboard: Also write TensorBoard scalars to this directory.
+    Args:
+        directories: Directories of runs, or with runs below them.
+        out: The page. Unset, report.html in the first directory.
+        tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.errors import ConfigError
     from fedstill.report.page import write_page
@@ -104,6 +104,7 @@ def carry_out(
     *,
     quiet: bool,
     tensorboard: bool = False,
+    debug: bool = False,
     show: bool = True,
 ) -> int:
     """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
@@ -113,7 +114,7 @@ def carry_out(
 
     rounds = sum(v.settings.rounds for v in with_starts(runs))
     with terminal.CompareBar(rounds, quiet=quiet) as bar:
-        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show)
+        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
     screen = terminal.console()
     asked = {v.folder for v in runs}
     begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
@@ -122,7 +123,7 @@ def carry_out(
         from fedstill.report.page import write_page
 
         if show:
-            screen.print(terminal.results(groups(begun)))
+            screen.print(terminal.comparison_table(groups(begun)))
         screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
         if tensorboard:
             from fedstill.report.trackers import export_tensorboard
@@ -131,6 +132,8 @@ def carry_out(
             screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)
     worst = 0
     for o in outcomes:
+        if debug and o.trace:
+            print(o.trace, file=sys.stderr)
         if o.problem:
             worst = max(worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code))
         elif o.state == "waiting":

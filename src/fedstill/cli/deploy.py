@@ -17,25 +17,24 @@ Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False
 Insecure = Annotated[bool, Parameter(negative="")]
 
 
-@deploy.command
-def init(
+@deploy.command(name="init")
+def init_command(
     directory: Path, *, clients: int, host: Hosts = ("127.0.0.1",), listen: str = "127.0.0.1", port: int = 8443
 ) -> int:
     """Make a federation's folder: a certificate authority, the server's certificate, a key for each client.
 
-    Parameters
-    ----------
-    directory: New or empty.
-    clients: How many clients.
-    host: A name or address under which clients reach the server, for its certificate. May be repeated.
-    listen: The address that the server listens on.
-    port: The server's one port.
+    Args:
+        directory: New or empty.
+        clients: How many clients.
+        host: A name or address under which clients reach the server, for its certificate. May be repeated.
+        listen: The address that the server listens on.
+        port: The server's one port.
     """
     from fedstill.deploy import folder
 
     made = folder.init(directory, clients, host, listen, port, VERSION)
     name = str(directory)
-    print(f"{name}: the federation of {clients} clients. Keep {name}/ca.key off every other machine. Then:")
+    print(f"{name}: the federation of {clients} clients. Do not copy {name}/ca.key to any other machine. Then:")
     print(f"  fedstill deploy server {name}")
     for client in range(clients):
         print(f"  fedstill deploy client {name}/client{client}      # with that folder alone, at its site")
@@ -47,36 +46,34 @@ def init(
 def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
     """Start the server of a federation, Flower's SuperLink, and let in the clients whose keys are listed.
 
-    Parameters
-    ----------
-    directory: The federation's folder.
-    insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
+    Args:
+        directory: The federation's folder.
+        insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
     """
     from fedstill.deploy import folder, programs
 
-    federation = folder.load(directory)
+    federation = folder.load_federation(directory)
     command = programs.superlink(federation, insecure_for_testing)
     programs.write_link(federation, insecure_for_testing)
     with programs.running(command, programs.environment(federation.server / "flwr")) as process:
         programs.wait_for_port(federation, process)
-        for name in [] if insecure_for_testing else programs.register(federation):
+        for name in [] if insecure_for_testing else programs.register_clients(federation):
             print(f"{name} may connect from now on", flush=True)
         print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
         return process.wait()
 
 
-@deploy.command
-def renew(directory: Path, *, host: Hosts = ()) -> int:
-    """Make the server's certificate anew, before or after it expires; start the server again, clients need nothing.
+@deploy.command(name="renew")
+def renew_command(directory: Path, *, host: Hosts = ()) -> int:
+    """Renew the server's certificate, before or after it expires; then restart the server. Clients need no change.
 
-    Parameters
-    ----------
-    directory: The federation's folder, with its ca.key.
-    host: One more name or address under which clients reach the server. May be repeated.
+    Args:
+        directory: The federation's folder, with its ca.key.
+        host: One more name or address under which clients reach the server. May be repeated.
     """
     from fedstill.deploy import certificates, folder
 
-    federation = folder.renew(folder.load(directory), host)
+    federation = folder.renew(folder.load_federation(directory), host)
     until = certificates.last_day(federation.server / "server.crt")
     print(f"the certificate for {', '.join(federation.hosts)} is valid until {until:%Y-%m-%d}; start the server again")
     return 0
@@ -86,11 +83,10 @@ def renew(directory: Path, *, host: Hosts = ()) -> int:
 def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure = False) -> int:
     """Start a client, Flower's SuperNode, with its key and its site.toml.
 
-    Parameters
-    ----------
-    directory: The client's folder, as `deploy init` made it.
-    wait: How many seconds to go on asking a server that does not list this client's key (yet).
-    insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
+    Args:
+        directory: The client's folder, as `deploy init` made it.
+        wait: How many seconds to go on asking a server that does not list this client's key (yet).
+        insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
     from fedstill.deploy import folder, greeting, programs
     from fedstill.experiment.on_flower.site import load_site

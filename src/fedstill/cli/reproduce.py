@@ -10,7 +10,7 @@ from cyclopts import Parameter, validators
 from fedstill.cli.app import Jobs, Names, Quiet, Settings, app
 from fedstill.cli.comparisons import carry_out
 
-Seeds = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
+SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
 
 
 @app.command
@@ -19,7 +19,7 @@ def reproduce(
     *,
     cells: Names = (),
     rounds: int | None = None,
-    seeds: Seeds = 3,
+    seeds: SeedCount = 3,
     data: str = "",
     out: Path | None = None,
     jobs: Jobs = None,
@@ -31,18 +31,17 @@ def reproduce(
 
     Pictures are in the report that it writes; docs/papers.md says which recipe and which section is which figure.
 
-    Parameters
-    ----------
-    recipe: A table by name, e.g. fedadkd/table2.
-    cells: Only these, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". Unset, all.
-    rounds: Other than the paper's; where cells start from another run's model, the rounds of that run.
-    seeds: How many seeds: 1, 2, 3, ...
-    data: Another data set than the paper's, in all columns.
-    out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.
-    jobs: How many runs at once. Unset, one a core, as far as memory goes.
-    set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
-    table: Run nothing; print the table of what is there.
-    quiet: No progress bar.
+    Args:
+        recipe: A table by name, e.g. fedadkd/table2.
+        cells: Only these, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". Unset, all.
+        rounds: Other than the paper's; where cells start from another run's model, the rounds of that run.
+        seeds: How many seeds: 1, 2, 3, ...
+        data: Another data set than the paper's, in all columns.
+        out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
+        table: Run nothing; print the table of what is there.
+        quiet: No progress bar.
     """
     from fedstill.experiment.comparing import recipes
     from fedstill.experiment.config.overrides import parse_overrides
@@ -50,17 +49,17 @@ def reproduce(
 
     screen = terminal.console()
     if not recipe:
-        rows = [(name, recipes.load(name).paper) for name in recipes.names()]
+        rows = [(name, recipes.load_recipe(name).paper) for name in recipes.recipe_names()]
         screen.print(terminal.table(["recipe", "what it is"], rows, words=2))
         return 0
-    found = recipes.load(recipe)
+    paper_table = recipes.load_recipe(recipe)
     changes = parse_overrides(set_)
     changes |= {"rounds": rounds} if rounds is not None else {}
     changes |= {"data.name": data} if data else {}
-    folder = out or found.folder(changes)
-    chosen = found.cells(cells)
-    runs = found.variants(chosen, range(1, seeds + 1), changes, folder)
+    folder = out or paper_table.folder(changes)
+    chosen = paper_table.cells(cells)
+    runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
-    for line in reproduced.tables(found, chosen, runs, changes, screen.width):
+    for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)
     return code

@@ -94,7 +94,7 @@ def _draw_angles(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _rotation(rows: Tensor, columns: Tensor, angles: Tensor, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the pixels of images turned about their centre come from, and whether that lies inside."""
+    """Where the pixels of images turned about their centre come from, and whether that is inside."""
     y, x = rows + 0.5 - height / 2, columns + 0.5 - width / 2
     cos, sin = angles.cos(), angles.sin()
     source_rows = (cos * y - sin * x + height / 2).floor().long()
@@ -110,7 +110,7 @@ def _mirror(index: Tensor, size: int) -> Tensor:
 
 
 def _gather(images: Tensor, rows: Tensor, columns: Tensor, inside: Tensor) -> Tensor:
-    """Pixels of each image at its own positions, 0 where they lie outside: (B, C, H, W)."""
+    """Pixels of each image at its own positions, 0 where they are outside: (B, C, H, W)."""
     count, channels, height, width = images.shape
     flat = (rows.clamp(0, height - 1) * width + columns.clamp(0, width - 1)).view(count, 1, -1)
     taken = images.flatten(2).gather(2, flat.expand(-1, channels, -1)).view_as(images)

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedstill.data.augment import augment, normalise
 
 SHARD = 100
-"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. Many more, and
-what a convolution makes of them no longer lies in a core's cache."""
+"""Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. With many
+more, the outputs of a convolution no longer fit into a core's cache."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,6 @@ class Inputs:
         return augment(images, self.steps, self.mean, self.std, generator)
 
 
-def layout(tensor: Tensor) -> Tensor:
+def channels_last(tensor: Tensor) -> Tensor:
     """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

@@ -32,7 +32,7 @@ def draw(
     """
     if least > most:
         raise ConfigError(f"query.least = {least} is more than query.most = {most}")
-    found: Queries = {}
+    drawn: Queries = {}
     for client in range(len(counts)):
         own = counts[client]
         wanted = ((own < fewer_than) & (counts.sum(0) - own > 0)).nonzero().flatten()
@@ -40,17 +40,17 @@ def draw(
         number = 1 if kind == "single" else int(torch.randint(least, most + 1, (), generator=pick))
         chosen = wanted[torch.randperm(len(wanted), generator=pick)[:number]]
         if len(chosen):
-            found[client] = tuple(sorted(chosen.tolist()))
-    return found
+            drawn[client] = tuple(sorted(chosen.tolist()))
+    return drawn
 
 
-def check(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int = 50) -> Queries:
-    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that nobody can answer.
+def check_queries(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int = 50) -> Queries:
+    """Queries as they were written, each sorted; raises ConfigError, in one line, for one that no client can answer.
 
     counts: (clients, C). Refused are clients and classes that do not exist, an empty query, a class that the client has
     (``fewer_than`` examples of it or more), and one of which no other client has an example.
     """
-    found: Queries = {}
+    checked: Queries = {}
     for client, classes in sorted(queries.items()):
         if not 0 <= client < len(counts):
             raise ConfigError(f"query: there is no client {client}; clients are 0 to {len(counts) - 1}")
@@ -58,8 +58,8 @@ def check(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_than: int 
             raise ConfigError(f"query: client {client} asks for no class; name one, or leave the client out")
         for c in classes:
             _refuse(client, c, counts, fewer_than)
-        found[client] = tuple(sorted(set(classes)))
-    return found
+        checked[client] = tuple(sorted(set(classes)))
+    return checked
 
 
 def _refuse(client: int, c: int, counts: Tensor, fewer_than: int) -> None:

@@ -23,7 +23,7 @@ DAYS, AUTHORITY_DAYS = 825, 3650
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority: the certificate that everyone gets, and the key that signs, which nobody gets."""
+    """A certificate authority: the certificate that all get, and the key that signs, which is not given away."""
 
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -95,7 +95,7 @@ def make_client(path: Path) -> None:
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that its owner alone may read."""
+    """Write a file that only its owner may read."""
     before = os.umask(0o077)
     try:
         write_whole(path, data)
@@ -104,7 +104,7 @@ def write_secret(path: Path, data: bytes) -> None:
 
 
 def authority_of(folder: Path) -> Authority:
-    """The authority whose certificate and key lie in a folder, to sign the next certificate."""
+    """The authority whose certificate and key are in a folder, to sign the next certificate."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec

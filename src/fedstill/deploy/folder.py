@@ -22,7 +22,7 @@ PORT, NODE_PORT = 8443, 9100
 MAX_CLIENTS = 10_000
 
 SITE = """\
-# What this site allows, and where its data lie. Paths are relative to this folder.
+# What this site allows, and where its data are. Paths are relative to this folder.
 client = {client}
 memory = "memory"        # what the client remembers from round to round; must survive a restart
 
@@ -84,7 +84,7 @@ clients = {clients}
 @dataclass(frozen=True)
 class Federation:
     """``hosts``: names and addresses under which clients reach the server, the first of them preferred. ``listen``: the
-    address the server listens on. ``port``: its one port. ``folder``: where all this lies.
+    address the server listens on. ``port``: its one port. ``folder``: the folder of all its files.
     """
 
     folder: Path
@@ -114,7 +114,7 @@ class Federation:
 
 
 def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str) -> Federation:
-    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for names that are none."""
+    """Make a federation's folder; raises RunExists if it holds anything, ConfigError for invalid names."""
     certificates.require_cryptography()
     if not 1 <= clients <= MAX_CLIENTS:
         raise ConfigError(f"--clients {clients} must be from 1 to {MAX_CLIENTS}")
@@ -136,15 +136,15 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
 
 
 def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
-    """Make the server's certificate anew, for more hosts if any are given; clients need nothing new.
+    """Make the server's certificate again, for more hosts if any are given; clients need no change.
 
-    Raises ConfigError where the authority is not here, or has expired itself.
+    Raises ConfigError where the authority is not here, or has expired.
     """
     _check_hosts(hosts)
     authority, place = certificates.authority_of(federation.folder), federation.folder / "ca.crt"
     if certificates.last_day(place) <= datetime.datetime.now(datetime.UTC):
         raise ConfigError(
-            f"{place}, which signs, has expired itself: make a federation anew with `fedstill deploy init`"
+            f"{place}, which signs certificates, has expired: make a new federation with `fedstill deploy init`"
         )
     federation = replace(federation, hosts=tuple(dict.fromkeys((*federation.hosts, *hosts))))
     _certify(federation, authority)
@@ -152,7 +152,7 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     return federation
 
 
-def load(folder: Path) -> Federation:
+def load_federation(folder: Path) -> Federation:
     """The federation in a folder; raises ConfigError if there is none."""
     values = _read(folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`")
     try:
@@ -188,7 +188,7 @@ def membership(folder: Path) -> Membership:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, reached by nobody else."""
+    """Whether a host is this machine by an address that others cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""A client's first word with its server: wait until it listens, and say in one line why the two cannot talk."""
+"""A client's first check of its server: wait until it listens, and say in one line why the two cannot talk."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def _wrong(where: str, host: str, error: ssl.SSLCertVerificationError) -> str:
         )
     return (
         f"the certificate of {where} is not signed by this client's ca.crt ({error.verify_message}): it is another "
-        "server, or its federation was made anew; bring this client's folder from there again"
+        "server, or its federation was made again; copy this client's folder from there"
     )

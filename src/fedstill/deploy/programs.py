@@ -41,7 +41,7 @@ SECONDS = 180.0
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What Flower's programs are started with: nothing is reported, checked or installed, settings lie in ``home``."""
+    """What Flower's programs are started with: nothing is reported, checked or installed, settings are in ``home``."""
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
     return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path, "PYTHONUNBUFFERED": "1"}
@@ -50,10 +50,10 @@ def environment(home: Path) -> dict[str, str]:
 def program(name: str) -> str:
     """The path of one of Flower's programs; raises ConfigError if it is not installed beside this Python."""
     require_flower()
-    found = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-    if found is None:
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if path is None:
         raise ConfigError(f"there is no program {name}: pip install 'fedstill[flower]'")
-    return found
+    return path
 
 
 def superlink(federation: Federation, insecure: bool) -> list[str]:
@@ -133,8 +133,8 @@ def flwr(federation: Federation, *arguments: str, seconds: float = SECONDS) -> A
     return answer
 
 
-def register(federation: Federation) -> list[str]:
-    """Let in every client whose public key lies in ``server/allowed``; the names of those that are new."""
+def register_clients(federation: Federation) -> list[str]:
+    """Accept every client whose public key is in ``server/allowed``; the names of those that are new."""
     new = []
     for path in sorted((federation.server / "allowed").glob("*.pub")):
         try:
@@ -194,7 +194,7 @@ def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
     """
     import psutil
 
-    below = descendants(process.pid)  # before anything ends: of a process that has, nobody knows what it started
+    below = descendants(process.pid)  # before anything ends: after a process has ended, its children cannot be found
     _signal_group(process.pid, signal.SIGTERM)
     try:
         process.wait(seconds)

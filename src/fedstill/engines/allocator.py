@@ -1,4 +1,4 @@
-"""What the C library does with memory that was freed: kept for the next batch, not handed back and asked for anew.
+"""What the C library does with memory that was freed: kept for the next batch, not returned and requested again.
 
 A batch's activations and gradients are allocated and freed in every step. Handed back, their pages must be found,
 cleared and mapped again the next time. What that is worth here, ``python -m benchmarks.allocator`` prints.

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
-from fedstill.errors import FedstillError, on_one_line
+from fedstill.errors import FedstillError
 from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
+from fedstill.origin import reason
 from fedstill.records import SERVER, Examples, Stage, Tensors, View
 
 
@@ -64,7 +65,7 @@ class ClientMeasure(Protocol):
 class ClientMeasures:
     """The measures that clients take, by name, and the rounds in which they do; by default none.
 
-    If there are any rounds, models that clients fit alone are measured in whichever round they are.
+    If there are any rounds, models of the stage ``fit`` are measured in every round.
     """
 
     named: Mapping[str, ClientMeasure] = field(default_factory=dict)
@@ -91,7 +92,7 @@ class ClientMeasures:
                 numbers = measure.at_client(seen)
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
-                raise FedstillError(f"measure {name} failed at {who}: {on_one_line(error)}") from error
+                raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error
             if numbers is not None:
                 report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
         return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}

@@ -21,7 +21,7 @@ CROSSOVER = {"cpu": 60e6}
 
 ``python -m benchmarks.crossover`` on two quiet cores, 16 clients, stages in turn: from 3.3 to 60 MFLOP stacks were 1.7
 to 3.8 times as fast; at 105 and 110 MFLOP 1.5 times for a small network, at 112 MFLOP 0.6 times for one of 1.9 million
-parameters, whose numbers no longer lie in the cache; above 500 MFLOP 0.7 to 0.8 times.
+parameters, whose numbers no longer fit into the cache; above 500 MFLOP 0.7 to 0.8 times.
 """
 
 FEWEST = 4
@@ -56,7 +56,7 @@ def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["poole
     if device not in CROSSOVER:
         return (
             "pooled",
-            f"nobody has measured where stacking pays on {device}; engine = 'vectorised' tries it",
+            f"it is not known when stacking is faster on {device}; engine = 'vectorised' tries it",
         )
     least, most, limit = min(s.clients for s in wide), max(s.flops for s in wide), CROSSOVER[device]
     said = f"{most / 1e6:.3g} MFLOP in a client's step, {least} clients in a stage"

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedstill.data.inputs import SHARD, layout
+from fedstill.data.inputs import SHARD, channels_last
 from fedstill.engines.cores import side_by_side
 from fedstill.engines.precision import Precision, lowered
 from fedstill.models import contract
@@ -78,13 +78,13 @@ class Teachers:
         """A teacher, its parameters in the order of memory that convolutions want: changed once, not for every pass."""
         if name not in self._laid_out:
             teacher = self.named[name]
-            self._laid_out[name] = FrozenModel(teacher.spec, {k: layout(v) for k, v in teacher.params.items()})
+            self._laid_out[name] = FrozenModel(teacher.spec, {k: channels_last(v) for k, v in teacher.params.items()})
         return self._laid_out[name]
 
 
 def _outputs(teacher: FrozenModel, x: Tensor, kind: str, precision: Precision) -> Outputs:
     """One pass of one teacher, in this thread's module; logits come along where features are asked for."""
-    m, params, x = contract.module(teacher.spec, "frozen").eval(), teacher.params, layout(x)
+    m, params, x = contract.module(teacher.spec, "frozen").eval(), teacher.params, channels_last(x)
     with torch.no_grad():
         if kind == "logits":
             return {"logits": lowered(contract.forward, precision, x.device)(m, params, x)}

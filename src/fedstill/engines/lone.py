@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstill import trees
-from fedstill.data.inputs import layout
+from fedstill.data.inputs import channels_last
 from fedstill.engines.cores import workers
 from fedstill.engines.frozen import Teachers, frozen_teachers
 from fedstill.engines.how import How, examples_by_client, many_passes, on_device, stage_generator
@@ -32,7 +32,7 @@ class LoneClient:
         self.carry: Carry = replace(
             carry, teachers=on_device(carry.teachers, self.device), constants=on_device(carry.constants, self.device)
         )
-        self.params = {k: layout(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
+        self.params = {k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
         self.pixels = stage_generator(view.client, how, "pixels")
         plain = not how.inputs.steps
@@ -62,7 +62,7 @@ class LoneClient:
         """Inputs and labels of a batch."""
         some = (self.examples if self.still is None else self.still).take(batch.index)
         x = some.images if self.still is not None else self.how.inputs.trained_on(some.images, self.pixels)
-        return layout(x), some.labels
+        return channels_last(x), some.labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
         """A teacher's outputs for all examples, made once; None where inputs vary, or not all examples are seen."""

@@ -15,6 +15,7 @@ from fedstill.engines.how import How, scores_count
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
+from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.keys import seed_for
@@ -100,7 +101,7 @@ class _Training:
         ]
 
     def keep(self, batch: Batch) -> None:
-        """Copy the parameters of clients whose epoch ends, if somebody wants to measure them."""
+        """Copy the parameters of clients whose epoch ends, if they are to be measured."""
         if self.clients.how.by_epoch and batch.ends:
             each = self.clients.copies(self.params)
             for i in batch.ends:
@@ -135,7 +136,8 @@ class _Training:
         epoch: int,
     ) -> dict[str, Tensor]:
         step = Seen(self.networks, carry, params, x, y, index, rows, mask, epoch)
-        return {k: step.mean(v) if v.dim() else v for k, v in self.work.terms(step, carry).items()}
+        terms = terms_of(self.work, self.work.terms(step, carry), len(y))
+        return {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
 
     def _move_only(self, running: Tensor) -> None:
         """Clients that have finished are put back: momentum and weight decay would move them on."""
@@ -189,7 +191,7 @@ class _Best:
         return scores_count(self.plan)
 
     def seen(self, score: float, params: Tensors) -> bool:
-        """Take an epoch's score; True if training shall stop."""
+        """Take an epoch's score; True if training should stop."""
         self.scores.append(score)
         if score > self.score:
             self.score, self.params, self.stale = score, trees.clone(params), 0

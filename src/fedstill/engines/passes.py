@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.data.inputs import SHARD, Inputs, layout
+from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.precision import Precision, lowered
 from fedstill.keys import generator
 from fedstill.models import contract
@@ -20,7 +20,7 @@ from fedstill.trees import on_cpu
 def shards(images: Tensor, inputs: Inputs) -> Iterator[Tensor]:
     """Images as inputs, in fixed shards and in their order."""
     for start in range(0, images.shape[0], SHARD):
-        yield layout(inputs.plain(images[start : start + SHARD]))
+        yield channels_last(inputs.plain(images[start : start + SHARD]))
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class ModelPasses:
         names = contract.trainable_names(self.model)
         order = torch.randperm(len(examples), generator=generator(0))
         for index in torch.split(order, batch):
-            on_device = {k: layout(v.detach().to(examples.images.device, copy=True)) for k, v in params.items()}
+            on_device = {k: channels_last(v.detach().to(examples.images.device, copy=True)) for k, v in params.items()}
             leaves = {k: v.requires_grad_(k in names) for k, v in on_device.items()}
-            x = layout(self.inputs.plain(examples.images[index]))
+            x = channels_last(self.inputs.plain(examples.images[index]))
             loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)
@@ -56,7 +56,7 @@ class ModelPasses:
         self, run: Callable[..., Tensor], params: Tensors, images: Examples, model: ModelSpec | None = None
     ) -> Tensor:
         m = contract.module(model or self.model, "frozen").eval()
-        params = {k: layout(v.to(images.images.device)) for k, v in params.items()}
+        params = {k: channels_last(v.to(images.images.device)) for k, v in params.items()}
         run = lowered(run, self.precision, images.images.device)
         with torch.no_grad():
             out = [run(m, params, x) for x in shards(images.images, self.inputs)]

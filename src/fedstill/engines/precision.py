@@ -39,7 +39,7 @@ def has_bfloat16(device: str) -> bool:
 
 
 def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> Callable[P, T]:
-    """A forward pass as a precision has it; what it gives is float32 again, so that losses are."""
+    """A forward pass at a precision; what it gives is float32 again, so that losses are."""
     if precision != "bf16":
         return run
 
@@ -51,7 +51,7 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
 
 
 def set_products(precision: Precision) -> None:
-    """Let a CUDA device round products to TensorFloat-32, or forbid it; process-wide, as torch has it."""
+    """Let a CUDA device round products to TensorFloat-32, or forbid it; process-wide, like torch's setting."""
     torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
 

@@ -3,7 +3,7 @@
 A method names the stages whose replies may be kept (``Method.reusable``). A reply is kept under the hash of all that it
 depends on: the client's data, its model, what it was sent and remembers, the plan, the work and its fields, the seeds'
 place (run seed, round, stage, client), the test set if it was measured, this library's source, torch and the kind of
-processor. So the bits are those of training anew, and whoever is killed has kept the clients that had finished.
+processor. So the bits are those of training again, and a killed run has kept the clients that had finished.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class KeptReplies:
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply kept under a key, or the one that ``make`` gives, kept from now on.
 
-        Of several processes that want it one makes it and the others wait. A damaged file is as none, and said; a reply
-        that cannot be written is not kept. Times of a reply that was not made now are 0 but for ``seconds_reused``.
+        Of several processes that want it one makes it and the others wait. A damaged file counts as missing and is
+        logged; a reply that cannot be written is not kept. Times of a reply that was not made now are 0, except
+        ``seconds_reused``.
         """
         path = self.folder / f"{key}.reply"
         try:
@@ -153,7 +154,7 @@ def _read(path: Path) -> Reply | None:
         up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
         return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))
     except (BadPayload, ValueError, KeyError, TypeError) as error:
-        log.warning("%s, a reply kept from another run, is damaged and is made anew: %s", path, error)
+        log.warning("%s, a reply kept from another run, is damaged and is computed again: %s", path, error)
         return None
 
 

@@ -17,10 +17,12 @@ from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
+from fedstill.engines.returned import carry_of, report_of, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
-from fedstill.errors import CorruptFile, FedstillError
+from fedstill.errors import ClientFailed, CorruptFile
 from fedstill.files import digest
 from fedstill.keys import seed_for
+from fedstill.origin import reason
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -66,7 +68,8 @@ class SerialEngine:
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
     run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
     models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
-    stages that allow it. ``privacy``: what is done to logits before they leave a client. ``dataclasses.replace`` gives
+    stages that allow it. ``privacy``: what is done to logits before they leave a client. ``debug``: the first client
+    that fails ends the run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives
     an engine that differs in some of this and has threads of its own; the memory is the same one.
     """
 
@@ -78,6 +81,7 @@ class SerialEngine:
     measures: ClientMeasures = field(default_factory=ClientMeasures)
     kept: KeptReplies | None = None
     privacy: Privacy = field(default_factory=Privacy)
+    debug: bool = False
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -92,7 +96,7 @@ class SerialEngine:
         self.memory.commit(stage, clients)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """There is nothing to close."""
 
     def _set_up(self, stage: Stage) -> None:
         keep_freed()
@@ -107,14 +111,28 @@ class SerialEngine:
                 return self.kept.reply(key, stage, lambda: self._new(work, stage, client, down, seed))
             return self._new(work, stage, client, down, seed)
         except Exception as error:
-            return failed(stage, client, error)
+            return self._failed(work, stage, [client], error)[0]
+
+    def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
+        """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
+
+        Raises a CorruptFile again: to go on would give other bits than before. With ``debug`` raises ClientFailed.
+        """
+        if isinstance(error, CorruptFile):
+            raise error
+        why = reason(error, work)
+        if self.debug:
+            who = f"client {clients[0]}" if len(clients) == 1 else f"clients {', '.join(map(str, clients))} in a stack"
+            raise ClientFailed(f"round {stage.round}, stage {stage.name!r}: {who} failed: {why}") from error
+        log.debug("clients %s failed", clients, exc_info=error)
+        return [Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why) for client in clients]
 
     def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         begun = self._begin(work, stage, client, down)
         return self._end(work, stage, begun, *self._train(work, stage, begun, seed))
 
     def _key(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> str:
-        """What a client's reply depends on."""
+        """Everything that a client's reply depends on, as a key."""
         view, test = self.sites.view(client, stage), self.sites.common_test
         remembered = digest(encode(self.memory.load(client)))
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
@@ -125,7 +143,7 @@ class SerialEngine:
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
         view = self.sites.view(client, stage)
-        carry = work.begin(down, self.memory.load(client), view, self.world)
+        carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
         return Begun(view, carry, time.perf_counter() - start)
 
     def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
@@ -148,11 +166,11 @@ class SerialEngine:
             metrics |= {"loss": dict(trained.losses), "steps": ran.steps, "epochs": trained.epochs}
             metrics |= {"scores": list(trained.scores)} if trained.scores else {}
             metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
-        up, memory = work.end(params, carry, ran, view, self.world)
+        up, memory = sent_and_remembered(work, work.end(params, carry, ran, view, self.world))
         seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
         up = self.privacy.protect(up, seed)
         self.memory.hold(view.client, memory)
-        metrics |= work.report(params, carry, view, self.world)
+        metrics |= report_of(work, work.report(params, carry, view, self.world))
         metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
@@ -167,13 +185,3 @@ class SerialEngine:
         if view.test is not None and len(view.test) and params:
             return {"site_accuracy": sum(seen.correct_by_class(params, view.test)) / len(view.test)}
         return self.measures.take(seen) if params and self.measures.due(stage) else {}
-
-
-def failed(stage: Stage, client: int, error: Exception) -> Reply:
-    """The reply of a client that failed. Raises a CorruptFile again: to go on would give other bits than before."""
-    if isinstance(error, CorruptFile):
-        raise error
-    log.debug("client %d failed", client, exc_info=error)
-    text = str(error) if isinstance(error, FedstillError) else f"{type(error).__name__}: {error}"
-    reason = " ".join(text.split()) or "no reason"
-    return Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=reason)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Stack:
-    """K clients with examples: their data lie one below another, short batches are padded with their own first."""
+    """K clients with examples: their data are concatenated, short batches are padded with their own first."""
 
     now = None  # teachers run under vmap, each client's own
 
@@ -141,5 +141,5 @@ class Stack:
 
 
 def _below(each: Sequence[Examples]) -> Examples:
-    """Clients' examples, one client's below the other's."""
+    """Clients' examples, concatenated."""
     return Examples(torch.cat([e.images for e in each]), torch.cat([e.labels for e in each]))

@@ -1,4 +1,4 @@
-"""What several clients start with, as one carry; and which clients are alike enough for that."""
+"""What several clients start with, as one carry; and which clients can be stacked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstill.records import Carry, ModelSpec, View
 class StackedCarry:
     """The carries of K clients of one structure (``Structures``) as one.
 
-    ``carry``: each tensor has a leading client axis (K, ...), but for those that are one object for all clients; a
+    ``carry``: each tensor has a leading client axis (K, ...), except those that are one object for all clients; a
     number that differs is a tensor (K,). ``axes``: a carry of the same form that says for each value which axis is the
     clients', 0, or None where there is none. Neither says which examples a client trains on (``Carry.only``).
     """
@@ -51,14 +51,14 @@ def shared(axes: Any) -> bool:
 class Structures:
     """What clients must share to be stacked: equal for two clients if their tensors fit on each other.
 
-    What was sent to many is looked at once: it is known by its id, and kept, so that no other has that id.
+    An object that was sent to many is examined once. It is found by its id, and kept, so that the id stays unique.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Mapping[Any, Any], Any]] = {}
 
     def of(self, carry: Carry, view: View) -> Any:
-        """A client's."""
+        """The structure of one client."""
         return view.model, *map(self._of, (*parts(carry).values(), carry.only))
 
     def _of(self, value: Any) -> Any:

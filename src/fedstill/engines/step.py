@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedstill.engines.frozen import frozen_teachers
 from fedstill.engines.precision import Precision, lowered
+from fedstill.errors import BadPayload
 from fedstill.models import contract
 from fedstill.records import Carry, Ends, ModelSpec, Tensors
 
@@ -62,7 +63,9 @@ class Networks:
     now: Now | None = None
 
     def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
-        """Logits or features of a frozen teacher for one batch."""
+        """Logits or features of a frozen teacher for one batch; raises BadPayload for one that is not in the carry."""
+        if name not in carry.teachers:
+            raise BadPayload(f"there is no teacher {name!r} in the carry, only {sorted(carry.teachers)}")
         known = self.table(name, what)
         if known is not None:
             return known[rows]

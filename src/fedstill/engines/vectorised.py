@@ -11,7 +11,7 @@ from fedstill.engines.cores import torch_threads
 from fedstill.engines.how import How, scores_count, stage_examples
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
-from fedstill.engines.serial import Begun, failed
+from fedstill.engines.serial import Begun
 from fedstill.engines.stacked_carry import Structures
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
@@ -92,7 +92,7 @@ class VectorisedEngine(PooledEngine):
             try:
                 begun = self._begin(work, how.stage, client, down)
             except Exception as error:
-                replies[client] = failed(how.stage, client, error)
+                (replies[client],) = self._failed(work, how.stage, [client], error)
                 continue
             trains = begun.carry.params and len(stage_examples(begun.view, how.stage))
             fits_on = structures.of(begun.carry, begun.view) if trains else client
@@ -106,14 +106,15 @@ class VectorisedEngine(PooledEngine):
         try:
             trained, seconds = self._train_group(work, how, group)
         except Exception as error:
-            return {begun.view.client: failed(how.stage, begun.view.client, error) for begun in group}
+            clients = [begun.view.client for begun in group]
+            return dict(zip(clients, self._failed(work, how.stage, clients, error), strict=True))
         replies = {}
         for begun, result in zip(group, trained, strict=True):
             client = begun.view.client
             try:
                 replies[client] = self._end(work, how.stage, begun, result, seconds)
             except Exception as error:
-                replies[client] = failed(how.stage, client, error)
+                (replies[client],) = self._failed(work, how.stage, [client], error)
         return replies
 
     def _train_group(

@@ -28,8 +28,9 @@ from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
-from fedstill.models.files import load_model
+from fedstill.models.model_files import load_model
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
+from fedstill.watch import Unwatched
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Guest:
 
 @dataclass(frozen=True)
 class WithGuests(RunWorld):
-    """A world in which teachers from files stand behind the clients."""
+    """A world with further teachers, from files; their ids follow those of the clients."""
 
     guests: tuple[Guest, ...] = ()
     own: int = 0
@@ -54,7 +55,7 @@ class WithGuests(RunWorld):
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a query.
+    """The answer to a query, and what it changed.
 
     probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares (C,) of the clients
     among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares.
@@ -87,7 +88,7 @@ def ask(
 
     ``changes``: dotted keys of QKT or its plans (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``:
     model files beside the run's own. Where no teacher reaches the threshold, the local model is given back as it is.
-    Raises ConfigError for a query that nobody can answer, for a run without local models, or for a teacher of another
+    Raises ConfigError for a query without an answer, for a run without local models, or for a teacher of another
     class count or image shape; CorruptFile for a file that is damaged.
     """
     prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data)
@@ -123,7 +124,7 @@ def ask(
 
 def numbered(folder: Path, names: Sequence[str]) -> list[int]:
     """Classes by number or by name, as numbers; raises UnknownName for one that the run does not have."""
-    events = journals.read(folder / "journal.jsonl") if folder.is_dir() else []
+    events = journals.read_journal(folder / "journal.jsonl") if folder.is_dir() else []
     known = [str(c) for e in events[:1] for c in e.get("classes", [])]
     for name in names:
         if not name.isdecimal() and name not in known:
@@ -188,7 +189,7 @@ def _learn(
     state = State({}, Payload({**many("model", models), **sizes}), round=1, stage=1)
     stages = prepared.settings.topology(1, prepared.world)
     with closing(replace(prepared, world=world).engine(measured=False)) as engine:
-        state = run_round(method, state, stages, world, engine, lambda *_: None, prepared.settings.rules)
+        state = run_round(method, state, stages, world, engine, Unwatched(), prepared.settings.rules)
     return state.extra.many("student")[client]
 
 
@@ -197,5 +198,5 @@ def _accuracies(prepared: Prepared, spec: ModelSpec, params: Tensors) -> list[fl
     if test is None:
         return [float("nan")] * classes
     right = correct_by_class(predictor(spec, params), test, prepared.sites.inputs, classes)
-    found: list[float] = class_accuracy(right, torch.bincount(test.labels.cpu(), minlength=classes)).tolist()
-    return found
+    accuracies: list[float] = class_accuracy(right, torch.bincount(test.labels.cpu(), minlength=classes)).tolist()
+    return accuracies

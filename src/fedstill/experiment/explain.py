@@ -1,4 +1,4 @@
-"""What a run will do, worked out before it starts: stages, steps, bytes, memory."""
+"""What a run will do, computed before it starts: stages, steps, bytes, memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill import registry
+from fedstill import docstrings, registry
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
-from fedstill.records import SERVER, Payload, Stage
+from fedstill.records import SERVER, Payload, Plan, Stage
+from fedstill.wire.privacy import Privacy
+
+TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
+"""Tables of a config that are records; the other tables name a registered thing."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ class Arithmetic:
 
 
 def arithmetic(prepared: Prepared) -> Arithmetic:
-    """The arithmetic of round 1; ``rounds`` times this, but for sampling, is the run."""
+    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
     settings, world = prepared.settings, prepared.world
     stages = settings.topology(1, world)
     state = settings.method.setup(world)
@@ -64,7 +70,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
                 continue
             acting.add(client)
             count = _examples(prepared, client, stage)
-            if client != SERVER:  # what the server works on itself goes nowhere
+            if client != SERVER:  # what the server computes itself is not sent
                 down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
             own = _steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
@@ -101,16 +107,16 @@ class Cost:
         return self.name, self.about, f"{self.rounds}", f"{self.images:,}", f"{100 * self.share:.0f} %"
 
 
-def costs(prepared: Prepared, found: Arithmetic) -> list[Cost]:
+def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
     settings, test = prepared.settings, prepared.sites.common_test
     rounds = len(measured_rounds(settings.rounds, settings.measure_every))
     out = []
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds
-        looks = 1 + found.trained // max(1, found.examples) if measure.each_epoch else 1
-        images = looks * measure.images(len(test) if test else 0, found.clients, found.examples)
-        share = times * images / max(1, 3 * found.trained * found.rounds)
+        looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
+        images = looks * measure.images(len(test) if test else 0, one_round.clients, one_round.examples)
+        share = times * images / max(1, 3 * one_round.trained * one_round.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
     return out
 
@@ -122,9 +128,23 @@ def _engine(prepared: Prepared) -> str:
     return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
 
 
-def values(settings: Settings) -> list[tuple[str, Any, str]]:
+def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
     """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
     return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
+
+
+def about_key(settings: Settings, key: str) -> str:
+    """What a dotted key is, as the code says it below the field; empty where nothing is said of it."""
+    table, _, field = key.partition(".")
+    if table == "plan":
+        return docstrings.sentences(Plan).get(field.partition(".")[2], "")
+    if table in NAMED:
+        if key == "topology.clients":  # no topology's own: a partition needs it too
+            return "Clients in all."
+        entry: registry.Entry = getattr(settings.named, table).entry
+        return entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+    record = TABLES.get(table, TopKeys)
+    return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
 
 def human(count: float) -> str:

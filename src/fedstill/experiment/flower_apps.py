@@ -15,12 +15,12 @@ from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.on_flower.site import Clerk, Site, load_site
 from fedstill.experiment.running import runner
 
-MAX_BYTES = 4 << 30
+MAX_REQUEST_BYTES = 4 << 30
 """The largest request that a client reads."""
 
 
 def clerk_of(context: Any) -> tuple[int, Does]:
-    """Who works on a node: its ``site.toml`` says it; a node without one takes part in trials on public data."""
+    """The client that a node is, and its clerk, from ``site.toml``; a node without one takes part in trials only."""
     config = context.node_config
     if "site" in config:
         site = load_site(Path(str(config["site"])))
@@ -50,5 +50,5 @@ def _server_app() -> Any:
 
 
 require_flower()
-client_app = app_of(clerk_of, MAX_BYTES)
+client_app = app_of(clerk_of, MAX_REQUEST_BYTES)
 server_app = _server_app()

@@ -1,4 +1,4 @@
-"""Who watches a run, and may ask it to stop."""
+"""How a run reports its progress, and how it is asked to stop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    """Who watches a run: called after every stage and every round; may ask it to stop."""
+    """Is told of every stage and every round that is done, and may ask the run to stop."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """A stage is done."""
@@ -20,7 +20,7 @@ class Progress(Protocol):
 
 
 class Quiet:
-    """Nobody watches."""
+    """Shows nothing and never stops a run."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Nothing."""
@@ -34,4 +34,4 @@ class Quiet:
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has: its checkpoint is written."""
+    """The run was asked to stop and has stopped; its checkpoint is written."""

@@ -22,7 +22,7 @@ POPULAR = 10
 
 
 @dataclass(frozen=True)
-class Setting:
+class MatchingSettings:
     """What PFNM assumes: variances above 0, ``gamma`` above 0, ``most`` >= 1, ``passes`` >= 0.
 
     ``variance``: sigma^2, of a network's weights about the global ones; ``prior_variance``: sigma_0^2, of the global
@@ -47,7 +47,11 @@ class Matched:
 
 
 def match(
-    units: Sequence[Array], precisions: Sequence[Array], prior_mean: Array, setting: Setting, draw: np.random.Generator
+    units: Sequence[Array],
+    precisions: Sequence[Array],
+    prior_mean: Array,
+    setting: MatchingSettings,
+    draw: np.random.Generator,
 ) -> Matched:
     """The global units of a layer, and which unit of each network is a member of which.
 
@@ -84,7 +88,7 @@ class _Known:
         self.members = np.zeros(0, dtype=np.int64)
         self.places = [np.zeros(0, dtype=np.int64) for _ in self.weighted]
 
-    def join(self, j: int, setting: Setting) -> None:
+    def join(self, j: int, setting: MatchingSettings) -> None:
         """Match a network's units with the global ones, or make them new ones, so that the scores' sum is greatest."""
         own, precision, old = self.weighted[j], self.precisions[j], len(self.members)
         if old == 0:
@@ -102,7 +106,7 @@ class _Known:
         self.members[self.places[j]] += 1
 
     def leave(self, j: int) -> None:
-        """Take a network's units out; a global unit without members is gone."""
+        """Take a network's units out; a global unit without members is removed."""
         mine = self.places[j]
         self.sums[mine] -= self.weighted[j]
         self.weights[mine] -= self.precisions[j]
@@ -112,15 +116,15 @@ class _Known:
         self.sums, self.weights, self.members = self.sums[stays], self.weights[stays], self.members[stays]
         self.places = [moved[p] if k != j else p[:0] for k, p in enumerate(self.places)]
 
-    def scores(self, own: Array, precision: Array, setting: Setting) -> Array:
-        """How well each unit (L_j) suits each global one (L), and each place of a new one."""
+    def scores(self, own: Array, precision: Array, setting: MatchingSettings) -> Array:
+        """The score of each unit (L_j) with each global one (L), and with each place of a new one."""
         popular = np.minimum(self.members, POPULAR)
         with_old = _gain(own, precision, self.sums, self.weights) + np.log(popular / (len(self.weighted) - popular))
         alone = _gain(own, precision, self.prior_sum[None], self.prior[None])  # (L_j, 1)
         k = np.arange(1, self.places_for_new(len(own), setting) + 1)
         return np.hstack([with_old, alone - 2 * np.log(k) + 2 * np.log(setting.gamma / len(self.weighted))])
 
-    def places_for_new(self, count: int, setting: Setting) -> int:
+    def places_for_new(self, count: int, setting: MatchingSettings) -> int:
         """How many of a network's units may become new global ones."""
         least = max(count - len(self.members), 0)
         return max(least, min(count, max(setting.most - len(self.members), 1))) if setting.grow else least

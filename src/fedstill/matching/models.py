@@ -9,11 +9,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedstill.errors import IncompatibleMethod
-from fedstill.matching.layer import Setting
-from fedstill.matching.network import class_shares, match_chains
+from fedstill.matching.layer import MatchingSettings
 from fedstill.matching.residual import match_residual
-from fedstill.models.chain import last_block, plain_chain
+from fedstill.matching.whole_network import class_shares, match_chains
 from fedstill.models.contract import module
+from fedstill.models.layer_chain import last_block, plain_chain
 from fedstill.records import ModelSpec, Tensors
 
 
@@ -30,7 +30,7 @@ def match_models(
     models: Sequence[Tensors],
     counts: Tensor,
     sizes: Sequence[float],
-    setting: Setting,
+    setting: MatchingSettings,
     draw: np.random.Generator,
 ) -> dict[str, Tensor]:
     """One model of several of a spec; its hidden layers may be wider (``widened`` gives its spec).

@@ -2,7 +2,7 @@
 
 Source: none. Alballa et al. (QKT), section 4.1, has PFNM among its baselines with ResNet-18 and does not say how; PFNM
 itself knows no connections that skip layers: they tie the channels of a whole stage to each other.
-Reading: the channels between the convolutions of the last block are in nobody else's way. They are matched by what
+Reading: the channels between the convolutions of the last block do not affect other layers. They are matched by what
 comes into them and the shift of the normalisation after them (its prior mean is a bias's), without new ones, and
 brought into one order. Then all is averaged by size, running statistics too, and the head by class share. Under
 GroupNorm a channel may come into another group.
@@ -18,10 +18,10 @@ import numpy as np
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.matching.layer import Array, Places, Setting
-from fedstill.matching.network import Layer, as_tensors, layers_of, match_inputs, mean_by_share
-from fedstill.models.chain import last_block
+from fedstill.matching.layer import Array, MatchingSettings, Places
+from fedstill.matching.whole_network import Layer, as_tensors, layers_of, match_inputs, mean_by_share
 from fedstill.models.contract import module
+from fedstill.models.layer_chain import last_block
 from fedstill.records import ModelSpec, Tensors
 
 
@@ -30,7 +30,7 @@ def match_residual(
     models: Sequence[Tensors],
     shares: Array,
     sizes: Sequence[float],
-    setting: Setting,
+    setting: MatchingSettings,
     draw: np.random.Generator,
 ) -> dict[str, Tensor]:
     """One residual network of several of a spec: their channels in one order, averaged.

@@ -56,7 +56,7 @@ class CWC(FedSeq):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if not stages[0].hop:
-            return "side by side nobody hands an importance on; leave topology.kind out"
+            return "in parallel no client passes an importance on; leave topology.kind out"
         if self.lseg and world.plans["train"].clip_norm > 0:
             return "method.lseg takes the penalty's gradient out again, which clipping hides; set plan.clip_norm = 0"
         return ""

@@ -24,7 +24,7 @@ from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=100, lr=0.1)
+DSFL_PLAN = Plan(epochs=5, batch=100, lr=0.1)
 
 
 @method("dsfl")
@@ -32,7 +32,7 @@ PAPER = Plan(epochs=5, batch=100, lr=0.1)
 class DSFL(LogitExchange):
     """Learn from the sharpened mean of the clients' probabilities on public images."""
 
-    plans: ClassVar[dict[str, Plan]] = {LOCAL: PAPER, TEACH: PAPER, DISTIL: PAPER}
+    plans: ClassVar[dict[str, Plan]] = {LOCAL: DSFL_PLAN, TEACH: DSFL_PLAN, DISTIL: DSFL_PLAN}
 
     aggregation: Literal["era", "mean"] = "era"
     """How the clients' probabilities become the target: their mean sharpened ("era"), or the mean as it is."""

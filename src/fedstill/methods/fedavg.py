@@ -19,7 +19,7 @@ from fedstill.method import Method
 from fedstill.records import Plan, Reply, Stage, State, World
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
+FEDNTD_PLAN = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
 """FedNTD's settings: five epochs, batches of 50, momentum 0.9, the learning rate 1% smaller after every round."""
 
 
@@ -28,7 +28,7 @@ PAPER = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_de
 class FedAvg(Method):
     """Average the models that clients trained on their own data."""
 
-    plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
     permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
 
     aggregation: Weighting = "examples"

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fedstill.fields import Positive
 from fedstill.losses import kd
-from fedstill.methods.fedavg import PAPER, FedAvg
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
-SERVERS = "teach_server"
+TEACH_SERVER = "teach_server"
 """The stage in which the server distils."""
 
 
@@ -37,13 +37,13 @@ SERVERS = "teach_server"
 class FedDF(FedAvg):
     """FedAvg, then the server distils the mean of the clients' logits into the average, on unlabelled public data."""
 
-    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS}
-    stages: ClassVar[frozenset[str]] = frozenset({"train", SERVERS})
+    schedule: ClassVar[Mapping[str, Any]] = {"server": TEACH_SERVER}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", TEACH_SERVER})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
     permits: ClassVar[frozenset[str]] = frozenset()  # the server runs each client's model
     plans: ClassVar[Mapping[str, Plan]] = {
-        "train": PAPER,
-        SERVERS: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),
+        "train": FEDNTD_PLAN,
+        TEACH_SERVER: Plan(epochs=25, batch=128, optimiser="adam", lr=0.001),
     }
 
     temperature: Positive = 1.0
@@ -52,19 +52,19 @@ class FedDF(FedAvg):
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         if stages[0].hop:
             return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
-        if SERVERS not in {s.name for s in stages}:
-            return f"it needs its server's stage; set topology.server = {SERVERS!r}"
+        if TEACH_SERVER not in {s.name for s in stages}:
+            return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"
         return ""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
-        models = state.extra.many("model") if stage.name == SERVERS else {}
+        models = state.extra.many("model") if stage.name == TEACH_SERVER else {}
         return Payload({"params": state.params, **many("model", models)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Fused(self.temperature) if stage.name == SERVERS else ClientWork()
+        return Fused(self.temperature) if stage.name == TEACH_SERVER else ClientWork()
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        if stage.name == SERVERS:
+        if stage.name == TEACH_SERVER:
             return state.without("model.").next(params=replies[0].up.params)
         averaged = super().fold(state.without("model."), replies, stage, world)
         models = many("model", {r.client: r.up.params for r in replies})

@@ -48,7 +48,7 @@ class FedDKD(FedAvg):
     tckd: Literal["target", "binary"] = "binary"
     """The true-class term: FedADKD's eq. 3 ("target"), or the divergence of true class and rest ("binary")."""
     nckd_mode: Literal["removed", "mask1000", "zero", "slice"] = "removed"
-    """What becomes of the true class in NCKD: removed ("mask1000" alike), its logit 0, or its part left out."""
+    """How the true class is treated in NCKD: removed ("mask1000" alike), its logit 0, or its part left out."""
 
     def work(self, stage: Stage) -> ClientWork:
         return Decoupled(self)

@@ -9,9 +9,9 @@ for fewer than all; target = the consensus on these, (P, C), until the clients h
 Memory: params = the client's own model.
 Reading: the paper's pre-training and transfer go on "to convergence"; here 20 and 25 epochs, the most its code allows.
 Reading: the paper calls what is exchanged class scores; its code means logits, and digests them by absolute error.
-Reading: the consensus is of ``subset`` public images, drawn anew each round (5,000 in the code); 0, as it is: of all.
+Reading: the consensus is of ``subset`` public images, drawn again each round (5,000 in the code); by default 0: of all.
 Reading: FedMD has no model on the server. Ours learns from the consensus as a client does, so that there is one to
-measure; it teaches nobody.
+measure; no client learns from it.
 """
 
 from __future__ import annotations

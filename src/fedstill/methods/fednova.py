@@ -82,7 +82,7 @@ class FedNova(FedAvg):
 
 
 def reach(ran: Ran, plan: Plan) -> float:
-    """a_i: the effective steps of a run under its plan; Adam's are counted as they are."""
+    """a_i: the effective steps of a run under its plan; steps of Adam are counted plainly."""
     return effective_steps(ran.steps, plan.momentum if plan.optimiser == "sgd" else 0.0)
 
 

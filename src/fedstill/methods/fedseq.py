@@ -20,7 +20,7 @@ from fedstill.method import Method
 from fedstill.records import Plan, Stage, World
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
+FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 """SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""
 
 
@@ -30,7 +30,7 @@ class FedSeq(Method):
     """Plain training along a chain: the last client's model is the round's."""
 
     topology: ClassVar[str] = "sequential"
-    plans: ClassVar[Mapping[str, Plan]] = {"train": PAPER}
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return "" if stages[0].hop else "side by side it is method fedavg; choose that, or leave topology.kind out"

@@ -1,4 +1,4 @@
-"""HiPer-FedKD: all learn from the mean of the clients' standardised logits; the odder a client, the sharper it trains.
+"""HiPer-FedKD: learn from the mean of standardised logits; the more a client differs, the lower its temperature.
 
 Source: Malik, "Adaptive Curriculum Learning for Bidirectional Federated Knowledge Distillation" (HiPer-FedKD),
 Algorithm 1 and section 3, with the author's notebooks, which made the printed numbers. Four variants:
@@ -35,7 +35,7 @@ from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan, State
 from fedstill.registry import method
 
-PAPER = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
+HIPER_PLAN = Plan(epochs=5, batch=64, lr=0.01, validation=0.2)
 """Five epochs, batches of 64, plain SGD at 0.01; a fifth of each client's data is kept to measure its model."""
 
 PUBLIC = Plan(epochs=5, batch=64, lr=0.01, validation=0.2, shuffle=False)
@@ -56,7 +56,7 @@ class HiPerFedKD(LogitExchange):
     """Learn from the mean of standardised logits, after local training at personal temperatures."""
 
     plans: ClassVar[dict[str, Plan]] = {
-        LOCAL: PAPER,
+        LOCAL: HIPER_PLAN,
         TEACH: Plan(epochs=10, batch=64, lr=0.01, shuffle=False),
         DISTIL: PUBLIC,
     }
@@ -80,7 +80,7 @@ class HiPerFedKD(LogitExchange):
         super().__post_init__()
         if self.low > self.high:
             raise ConfigError(
-                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures lie between"
+                f"method.low = {self.low!r} is above method.high = {self.high!r}; temperatures are between these"
             )
 
     def requires(self) -> frozenset[str]:

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedstill.fields import Candidates, Count, CountOrZero
 from fedstill.fitting import FIT
 from fedstill.keys import seed_for
-from fedstill.matching import Setting, match_models, matchable, widened
+from fedstill.matching import MatchingSettings, match_models, matchable, widened
 from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.naive_kd import TRANSFER
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
@@ -59,10 +59,10 @@ class PFNM(FedAvgOnce):
     """Passes over the clients after the first match."""
 
     @property
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[MatchingSettings]:
         """What is tried, in the order of the fields' values."""
         grid = product(self.gamma, self.variance, self.prior_variance)
-        return [Setting(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
+        return [MatchingSettings(variance, prior, gamma, self.most, self.passes) for gamma, variance, prior in grid]
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
@@ -98,7 +98,7 @@ class PFNM(FedAvgOnce):
         return self.chosen(state.without("candidate."), best, world)
 
     def matched(
-        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: Setting
+        self, state: State, replies: Sequence[Reply], stage: Stage, world: World, setting: MatchingSettings
     ) -> dict[str, Tensor]:
         """The model that the clients' make under one setting."""
         draw = np.random.default_rng(seed_for(world.seed, stage.round, stage.index, SERVER, "matching"))

@@ -4,7 +4,7 @@ A round: every client trains its own model on its own data and sends what it say
 the mean of what came; the server, and then every client, learns from that mean on the public images. The server distils
 by the same work as a client: it is the client whose data are the public set. A client's model never leaves its memory.
 
-A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like everybody.
+A client that failed in one stage is left out of that mean; in the next stage it learns from the others' like the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOCAL, TEACH, DISTIL = "local", "teach_server", "distil"
 
 @dataclass(frozen=True)
 class LogitExchange(Method):
-    """The server's half that all of them share; what is sent, what is made of it and how it is learned, they say."""
+    """The server's half that all share; each method defines what is sent, the consensus and the loss."""
 
     topology: ClassVar[str] = "public_logits"
     stages: ClassVar[frozenset[str]] = frozenset({LOCAL, TEACH, DISTIL})
@@ -40,14 +40,14 @@ class LogitExchange(Method):
     personal: ClassVar[frozenset[str]] = frozenset({DISTIL})
 
     subset: CountOrZero = 0
-    """Public images of a round, drawn anew for each; 0, or more than there are: all."""
+    """Public images of a round, drawn again for each; 0, or more than there are: all."""
 
     @abstractmethod
     def answers(self, logits: Tensor) -> Tensor:
         """What a client sends of its logits (P, C) on the public images: (P, C)."""
 
     def consensus(self, mean: Tensor) -> Tensor:
-        """What everybody shall learn, (P, C), from the mean of what clients sent."""
+        """The consensus (P, C), from the mean of what clients sent."""
         return mean
 
     @abstractmethod
@@ -80,7 +80,7 @@ class LogitExchange(Method):
         return Payload(logits=self._blank(world))
 
     def _blank(self, world: World) -> Tensor:
-        """As large as the answers of one client, for those who look at a round before it runs."""
+        """As large as the answers of one client; for ``explain``, before the round runs."""
         rows = min(self.subset or world.public, world.public)
         return torch.zeros(rows, world.classes, dtype=dtype_of(world.initial(SERVER)))
 
@@ -99,7 +99,7 @@ def own_model(memory: Payload, view: View, world: World) -> Tensors:
 
 @dataclass(frozen=True)
 class TrainThenPredict(ClientWork):
-    """A client trains its own model on its own data, and says what it thinks of the public images."""
+    """A client trains its own model on its own data, and sends its logits on the public images."""
 
     method: LogitExchange
 

@@ -1,4 +1,4 @@
-"""QKT: a client asks its peers for classes that it lacks, learns those from who knows them, then mends its head.
+"""QKT: a client asks its peers for classes that it lacks, learns them from those that know, and refines its head.
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (2025), eq. 2 to 5 and
 Algorithm 1; selective weight masking from appendix A.5; var-E from appendix A.6.5.

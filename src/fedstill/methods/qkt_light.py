@@ -9,7 +9,7 @@ Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own d
 for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
 Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where phase 1 is shared: then
-the head of phase 1 is refined. ``head`` chooses; "auto" is as said here.
+the head of phase 1 is refined. ``head`` chooses; "auto" follows this reading.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedstill.registry import method
 from fedstill.trees import mean
 from fedstill.work import ClientWork
 
-SERVERS = "transfer_server"
+TRANSFER_SERVER = "transfer_server"
 
 
 @method("qkt_light")
@@ -77,10 +77,10 @@ class QKTLight(QKT):
 class QKTLightServer(QKTLight):
     """QKT Light whose phase 1 the server does for all, on unlabelled public data."""
 
-    schedule: ClassVar[Mapping[str, Any]] = {"server": SERVERS, "transfer": False}
-    stages: ClassVar[frozenset[str]] = frozenset({FIT, SERVERS, REFINE})
+    schedule: ClassVar[Mapping[str, Any]] = {"server": TRANSFER_SERVER, "transfer": False}
+    stages: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER_SERVER, REFINE})
     needs: ClassVar[frozenset[str]] = QKT.needs | {"public_data", "same_shapes"}
-    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, SERVERS: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
+    plans: ClassVar[Mapping[str, Plan]] = {FIT: FITTING, TRANSFER_SERVER: TRANSFERRING, REFINE: QKTLight.plans[REFINE]}
     personal: ClassVar[frozenset[str]] = frozenset({FIT, REFINE})
 
     phase1: Literal["server"] = "server"  # type: ignore[assignment]
@@ -89,12 +89,12 @@ class QKTLightServer(QKTLight):
     """What the server starts from: the model of the client with most examples, or the mean of all."""
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        if SERVERS not in {s.name for s in stages}:
-            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {SERVERS!r}")
+        if TRANSFER_SERVER not in {s.name for s in stages}:
+            raise IncompatibleMethod(f"this method needs its server's stage: set topology.server = {TRANSFER_SERVER!r}")
         return state
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        if stage.name != SERVERS:
+        if stage.name != TRANSFER_SERVER:
             return super().down(state, client, stage, world)
         models = fitted(state)
         if not models:
@@ -103,10 +103,10 @@ class QKTLightServer(QKTLight):
         return Payload({"params": own, **many("peer", models)})
 
     def work(self, stage: Stage) -> ClientWork:
-        return Unlabelled(self) if stage.name == SERVERS else super().work(stage)
+        return Unlabelled(self) if stage.name == TRANSFER_SERVER else super().work(stage)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        if stage.name == SERVERS:
+        if stage.name == TRANSFER_SERVER:
             return state.next(shared=replies[0].up.params)
         return super().fold(state, replies, stage, world)
 

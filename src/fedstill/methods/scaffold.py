@@ -1,4 +1,4 @@
-"""SCAFFOLD: correct every local gradient by what the client's own direction differs from everybody's.
+"""SCAFFOLD: correct every local gradient by the difference between the client's direction and the mean direction.
 
 Source: Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning" (2020), option II, in the
 form of the FedNTD repository: the correction enters before momentum and weight decay.

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from fedstill.errors import ConfigError
-from fedstill.metrics.values import Numbers, Values, same_classes, values, weighted_mean
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import Values, mean_over_classes, same_classes, values
 
 
-def top1(correct: Numbers, total: Numbers) -> float:
+def top1(correct: TensorLike, total: TensorLike) -> float:
     """The share of all examples whose most likely class is their label, from counts per class.
 
     correct, total: (C,) counts, 0 <= correct <= total. NaN without examples.
@@ -26,7 +27,7 @@ def top1(correct: Numbers, total: Numbers) -> float:
     return float(right.sum() / all_.sum()) if all_.sum() > 0 else float("nan")
 
 
-def class_accuracy(correct: Numbers, total: Numbers) -> Values:
+def class_accuracy(correct: TensorLike, total: TensorLike) -> Values:
     """Accuracy of each class from counts per class: (C,) counts, gives a (C,) array, NaN where total is 0.
 
     >>> class_accuracy([3, 0], [4, 0])
@@ -37,7 +38,7 @@ def class_accuracy(correct: Numbers, total: Numbers) -> Values:
     return np.divide(right, all_, out=np.full_like(right, np.nan), where=all_ > 0)
 
 
-def in_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool = False) -> float:
+def in_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False) -> float:
     """Accuracy on a test set whose labels are distributed as the client's own: ``sum_c p_c A_c``.
 
     class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has.
@@ -48,13 +49,13 @@ def in_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool 
     0.875
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return weighted_mean(accuracy, (shares > 0).astype(np.float64) if seen else shares)
+    return mean_over_classes(accuracy, (shares > 0).astype(np.float64) if seen else shares)
 
 
-def out_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool = False) -> float:
+def out_local_accuracy(class_accuracy: TensorLike, proportions: TensorLike, seen: bool = False) -> float:
     """Accuracy on what the client does not hold: ``sum_c p~_c A_c`` with ``p~_c = (1 - p_c) / (C - 1)``.
 
-    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client has not.
+    class_accuracy, proportions: (C,). With ``seen``, the plain mean over the classes that the client does not have.
 
     Source: FedNTD, sec. 2.2; ``seen`` is FedADKD's description of its fig. 6.
 
@@ -62,10 +63,10 @@ def out_local_accuracy(class_accuracy: Numbers, proportions: Numbers, seen: bool
     0.1
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return weighted_mean(accuracy, (shares <= 0).astype(np.float64) if seen else 1 - shares)
+    return mean_over_classes(accuracy, (shares <= 0).astype(np.float64) if seen else 1 - shares)
 
 
-def average_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Iterable[int]) -> float:
+def average_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]) -> float:
     """Accuracy over a client's local and queried classes: a local class weighs its share, a queried one weighs 1.
 
     class_accuracy, proportions: (C,); query: class ids. Without a query this is
@@ -78,10 +79,10 @@ def average_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Itera
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return weighted_mean(accuracy, np.where(_asked(query, len(accuracy)), 1.0, shares))
+    return mean_over_classes(accuracy, np.where(_asked(query, len(accuracy)), 1.0, shares))
 
 
-def uniform_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Iterable[int]) -> float:
+def uniform_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query: Iterable[int]) -> float:
     """The plain mean accuracy over a client's local and queried classes.
 
     class_accuracy, proportions: (C,); query: class ids. Raises ConfigError for a class id outside [0, C).
@@ -92,7 +93,7 @@ def uniform_accuracy(class_accuracy: Numbers, proportions: Numbers, query: Itera
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
-    return weighted_mean(accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64))
+    return mean_over_classes(accuracy, (_asked(query, len(accuracy)) | (shares > 0)).astype(np.float64))
 
 
 def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | None]:
@@ -109,7 +110,7 @@ def best_and_recent(accuracies: Sequence[float | None]) -> dict[str, float | Non
     return {"best_accuracy": max(seen, default=None), "mean_accuracy_last_10": mean}
 
 
-def _accuracy_and_shares(class_accuracy: Numbers, proportions: Numbers) -> tuple[Values, Values]:
+def _accuracy_and_shares(class_accuracy: TensorLike, proportions: TensorLike) -> tuple[Values, Values]:
     accuracy, shares = values(class_accuracy, 1, "class accuracies"), values(proportions, 1, "label shares")
     same_classes(accuracy, shares)
     return accuracy, shares

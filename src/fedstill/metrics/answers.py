@@ -1,4 +1,4 @@
-"""What came of the clients' queries: per client and over clients, from the events of a journal."""
+"""What clients gained and lost by their queries: per client and over clients, from the events of a journal."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from fedstill.labels import TensorLike
 from fedstill.metrics.accuracy import average_accuracy, class_accuracy, uniform_accuracy
 from fedstill.metrics.query import query_accuracy_gain, query_forgetting
-from fedstill.metrics.values import Numbers
 
-Event = Mapping[str, Any]
+EventFields = Mapping[str, Any]
 
-MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
+QUERY_MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
 """What is measured of a client that asked; over clients it is journaled as ``query_`` and the name."""
 
 
 def answers(
     queries: Mapping[int, Sequence[int]],
     label_counts: Sequence[Sequence[int]],
-    alone: Mapping[int, Event],
-    acted: Sequence[Event],
-    server: Event,
+    alone: Mapping[int, EventFields],
+    acted: Sequence[EventFields],
+    server: EventFields,
     totals: Sequence[int],
     personal: Collection[str],
 ) -> dict[str, Any]:
@@ -31,31 +31,31 @@ def answers(
     queries: class ids by client; label_counts: (clients, C); alone: each client's event of the stage ``fit``, with
     ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
     ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
-    ``answers``, one mapping a client, and for each of ``MEASURES`` its mean ``query_…`` and population spread; a number
-    that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
+    ``answers``, one mapping a client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a
+    number that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
     """
     own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
-    found = [
+    by_client = [
         _one(c, query, label_counts[c], alone.get(c), own.get(c), server, totals)
         for c, query in sorted(queries.items())
     ]
-    if not found:
+    if not by_client:
         return {}
     means: dict[str, Any] = {}
-    for name in MEASURES:
-        known = [f[name] for f in found if f[name] is not None]
+    for name in QUERY_MEASURES:
+        known = [f[name] for f in by_client if f[name] is not None]
         means[f"query_{name}"] = float(np.mean(known)) if known else None
         means[f"query_{name}_std"] = float(np.std(known)) if known else None
-    return {"answers": found, **means}
+    return {"answers": by_client, **means}
 
 
 def _one(
     client: int,
     query: Sequence[int],
     counts: Sequence[int],
-    alone: Event | None,
-    own: Event | None,
-    server: Event,
+    alone: EventFields | None,
+    own: EventFields | None,
+    server: EventFields,
     totals: Sequence[int],
 ) -> dict[str, Any]:
     before = _of(alone, totals)
@@ -74,7 +74,7 @@ def _one(
     }
 
 
-def _of(event: Event | None, totals: Sequence[int]) -> Numbers | None:
+def _of(event: EventFields | None, totals: Sequence[int]) -> TensorLike | None:
     return class_accuracy(event["correct_by_class"], totals) if event and "correct_by_class" in event else None
 
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from fedstill.metrics.values import Numbers, same_classes, values
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import same_classes, values
 
 
-def consistency(before: Numbers, after: Numbers) -> float:
+def consistency(before: TensorLike, after: TensorLike) -> float:
     """The cosine of two models' class accuracies: 1 for equal profiles, 0 for models with no class in common.
 
     before, after: (C,) in [0, 1]. Classes without accuracy in either are left out; NaN for a model that is right
@@ -27,7 +28,7 @@ def consistency(before: Numbers, after: Numbers) -> float:
     return float(old[known] @ new[known]) / lengths if lengths > 0 else float("nan")
 
 
-def running_consistency(class_accuracy: Numbers) -> list[float]:
+def running_consistency(class_accuracy: TensorLike) -> list[float]:
     """The consistency of each round with the one before: one value a round, NaN for the first.
 
     class_accuracy: (rounds, C), oldest round first.

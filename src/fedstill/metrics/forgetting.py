@@ -1,13 +1,14 @@
-"""Forgetting: how much of the best accuracy each class once had is gone."""
+"""Forgetting: how much each class has lost of its best accuracy."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from fedstill.metrics.values import Numbers, values, weighted_mean
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import mean_over_classes, values
 
 
-def forgetting(class_accuracy: Numbers) -> float:
+def forgetting(class_accuracy: TensorLike) -> float:
     """Forgetting F: the mean over classes of (best accuracy of an earlier round - accuracy of the last round).
 
     class_accuracy: (rounds, C) in [0, 1], oldest round first. Gives a number in [-1, 1], lower is better; a class
@@ -23,7 +24,7 @@ def forgetting(class_accuracy: Numbers) -> float:
     return running[-1] if running else 0.0
 
 
-def running_forgetting(class_accuracy: Numbers) -> list[float]:
+def running_forgetting(class_accuracy: TensorLike) -> list[float]:
     """Forgetting after each round, each taken as the last: one value a round, 0 for the first.
 
     class_accuracy: (rounds, C), oldest round first.
@@ -37,4 +38,4 @@ def running_forgetting(class_accuracy: Numbers) -> list[float]:
     best = np.fmax.accumulate(accuracy, axis=0)  # fmax ignores NaN
     drops = best[:-1] - accuracy[1:]
     weights = np.ones(accuracy.shape[1])
-    return [0.0] * min(len(accuracy), 1) + [weighted_mean(drop, weights) for drop in drops]
+    return [0.0] * min(len(accuracy), 1) + [mean_over_classes(drop, weights) for drop in drops]

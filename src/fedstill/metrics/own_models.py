@@ -22,14 +22,14 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for kind in ("private", "public"):
         after, before = dict[str, float](), dict[str, float]()
         for event in clients:
-            found = event.get(kind, {})
-            total = sum(found.get("counts", ()))
+            counted = event.get(kind, {})
+            total = sum(counted.get("counts", ()))
             if not total or event["client"] == SERVER_ID:
                 continue
             name = str(event["client"])
-            after[name] = sum(found["after"]) / total
-            if "before" in found:
-                before[name] = sum(found["before"]) / total
+            after[name] = sum(counted["after"]) / total
+            if "before" in counted:
+                before[name] = sum(counted["before"]) / total
         if after:
             out[f"{kind}_accuracy"] = sum(after.values()) / len(after)
             out[f"{kind}_by_client"] = after

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 import numpy as np
 
 from fedstill.errors import ConfigError
-from fedstill.metrics.values import Numbers, same_classes, values, weighted_mean
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import mean_over_classes, same_classes, values
 
 
-def query_accuracy_gain(before: Numbers, after: Numbers, query: Iterable[int]) -> float:
+def query_accuracy_gain(before: TensorLike, after: TensorLike, query: Iterable[int]) -> float:
     """The mean gain in accuracy over the queried classes.
 
-    before, after: (C,) class accuracies in [0, 1] of the local model and of what came of it; query: class ids. Gives a
-    number in [-1, 1], higher is better; NaN for an empty query. Raises ConfigError for a class id outside [0, C).
+    before, after: (C,) class accuracies in [0, 1] of the local model and of the model after the query; query:
+    class ids. Gives a number in [-1, 1], higher is better; NaN for an empty query. Raises ConfigError for a class id
+    outside [0, C).
 
     Source: QKT, sec. 4.1 and appendix A.2 (Query Accuracy Gain).
 
@@ -28,10 +30,10 @@ def query_accuracy_gain(before: Numbers, after: Numbers, query: Iterable[int]) -
         if not 0 <= c < len(old):
             raise ConfigError(f"query class {c} is outside [0, {len(old)})")
         weights[c] = 1.0
-    return weighted_mean(new - old, weights)
+    return mean_over_classes(new - old, weights)
 
 
-def query_forgetting(before: Numbers, after: Numbers, proportions: Numbers) -> float:
+def query_forgetting(before: TensorLike, after: TensorLike, proportions: TensorLike) -> float:
     """The mean loss of accuracy over the client's own classes; gains do not make up for losses.
 
     before, after: (C,) class accuracies in [0, 1]; proportions: (C,), own classes are those above 0. Gives
@@ -46,4 +48,4 @@ def query_forgetting(before: Numbers, after: Numbers, proportions: Numbers) -> f
     old, new = values(before, 1, "accuracies before"), values(after, 1, "accuracies after")
     shares = values(proportions, 1, "label shares")
     same_classes(old, new, shares)
-    return weighted_mean(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))
+    return mean_over_classes(np.minimum(0.0, new - old), (shares > 0).astype(np.float64))

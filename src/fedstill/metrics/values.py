@@ -7,16 +7,16 @@ them, and gives NaN where nothing is left.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.errors import ConfigError
+from fedstill.labels import TensorLike
 
-Numbers = Tensor | ArrayLike
 Values = NDArray[np.float64]
 
 
-def values(numbers: Numbers, dims: int, what: str) -> Values:
+def values(numbers: TensorLike, dims: int, what: str) -> Values:
     """The numbers as a float64 array of ``dims`` axes, ``None`` as NaN; raises ConfigError for another shape.
 
     >>> values([0.5, None], 1, "accuracies")
@@ -36,10 +36,10 @@ def same_classes(*arrays: Values) -> None:
         raise ConfigError(f"these disagree on the number of classes: shapes {[a.shape for a in arrays]}")
 
 
-def weighted_mean(numbers: Values, weights: Values) -> float:
+def mean_over_classes(numbers: Values, weights: Values) -> float:
     """The mean of (C,) numbers under (C,) weights >= 0 over those that are not NaN; NaN if they weigh nothing.
 
-    >>> weighted_mean(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
+    >>> mean_over_classes(np.array([1.0, np.nan, 0.0]), np.array([1.0, 5.0, 3.0]))
     0.25
     """
     known = ~np.isnan(numbers)

@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.models.chain import with_widths
+from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -46,7 +46,7 @@ def build(spec: ModelSpec) -> nn.Module:
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:
-    """This thread's module of a spec and role: a shape to run parameters in, whose own weights mean nothing."""
+    """This thread's module of a spec and role: a module to run parameters in; its own weights are not used."""
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
         with _building, torch.random.fork_rng(devices=[]):

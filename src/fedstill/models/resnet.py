@@ -1,6 +1,6 @@
 """Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over places, a head.
 
-``norm`` is what stands after each convolution:
+``norm`` is what follows each convolution:
 
 - ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends on the batch.
 - ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.
@@ -186,4 +186,4 @@ def _norm(norm: Norm, channels: int) -> nn.Module:
         return nn.GroupNorm(min(32, channels // 4), channels)
     if norm in ("batch", "batch_stats"):
         return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
-    raise ConfigError(f"norm = {norm!r} is none of group, batch_stats, batch")
+    raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")

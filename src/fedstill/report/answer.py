@@ -13,17 +13,17 @@ from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table
 
 
-def lines(answer: Answer) -> Iterator[RenderableType]:
+def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     """The teachers, the classes, and the measures."""
     asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
     yield Text(f"client {answer.client} asks for {asked}", style="bold")
     yield Text(
-        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a class asked for; a "
-        "mark is a class, darker where the teacher predicts it more."
+        f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a class asked for. Each "
+        "mark is a class; it is darker where the teacher predicts the class more."
     )
     yield table(_head(answer), [_teacher(answer, c) for c in answer.probe], words=2)
     if not answer.used:
-        yield Text("\nNo teacher reaches the threshold: the local model is given back as it is.", style="bold")
+        yield Text("\nNo teacher reaches the threshold: the local model is returned unchanged.", style="bold")
     yield Text("\nClass accuracy on the common test set", style="bold")
     yield table(("class", "what", "before", "after", "change"), list(_classes(answer)), words=2)
     yield Text()
@@ -63,7 +63,11 @@ def _measures(answer: Answer) -> list[list[str]]:
         for name, measure in (("average accuracy", average_accuracy), ("uniform accuracy", uniform_accuracy))
     ]
     gain, lost = query_accuracy_gain(before, after, query), query_forgetting(before, after, own)
-    return [*both, ["gain on what was asked for", "", f"{100 * gain:+.1f}"], ["forgetting", "", f"{100 * lost:+.1f}"]]
+    return [
+        *both,
+        ["gain on the classes asked for", "", f"{100 * gain:+.1f}"],
+        ["forgetting", "", f"{100 * lost:+.1f}"],
+    ]
 
 
 def _percent(value: float) -> str:

@@ -16,39 +16,40 @@ from fedstill.report.markup import Html, choice, figure, grid, key, section, sen
 from fedstill.report.runs import JOURNAL, Run
 
 PER_CENT = {"tickformat": ".0%"}
-HEIGHT = 380
+QUERY_HEIGHT = 380
 MOST_CLIENTS = 20
 NOT_DOTTED = [d for d in DASHES if d != "dot"]
 
 
 def asked(groups: Sequence[Group], style: Style) -> Html | None:
-    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if nobody asked."""
+    """Gain against forgetting, class accuracies of each client, epochs of its phases; None if no client asked."""
     some = [g for g in groups if any(_last(r).get("answers") for r in g.started)]
     if not some:
         return None
     trade = (
-        "Large points are means over clients and seeds, small ones clients. Right: more gained on what was asked for, "
-        "against the client alone. Low: more lost on its own classes. The upper right corner is best."
+        "Large points are means over clients and seeds; small points are clients. Further right: more "
+        "accuracy gained on the classes asked for, compared with the client alone. Further down: more "
+        "forgotten of its own classes. The upper right corner is best."
     )
     figures = [figure([_trade(some, style)], trade, "Forgetting against gain")]
     curves = [r for g in some for r in g.started if any("scores" in e for e in _phases(r))]
     if curves:
         says = (
-            "Average accuracy on the validation set after each epoch, phase 2 after phase 1, of each that asked. "
-            "Dotted: that of its model before, on the test set."
+            "Average accuracy on the validation set after each epoch, first of phase 1, then of phase 2: a line "
+            "for each client that asked. Dotted: its model before, on the test set."
         )
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
     parts = [key(some, style), grid(figures), *_bars(some)]
     says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
-    return section("What was asked for, and at what price", sentence(says), *parts, name="asked")
+    return section("Queries: what clients gained and forgot", sentence(says), *parts, name="asked")
 
 
-def probed(groups: Sequence[Group]) -> Html | None:
+def noise_probes(groups: Sequence[Group]) -> Html | None:
     """What models predict on noise beside what their clients hold; None if no model was probed."""
     run = next((r for g in groups for r in g.started if any("probe" in e for e in r.clients)), None)
     if run is None:
         return None
-    with reading(run):
+    with reading_queries(run):
         events = {e["client"]: e for e in run.clients if e["name"] == FIT and "probe" in e}
         clients = sorted(events)
         counts = [run.start["label_counts"][c] for c in clients]
@@ -61,20 +62,20 @@ def probed(groups: Sequence[Group]) -> Html | None:
         left = figure([_map(shares, names, run.classes)], "Label shares of each client's data.", "Label shares")
         right = figure([_map(seen, names, run.classes)], "Mean prediction of its model on noise.", "Noise probe")
     says = (
-        "A peer guesses which classes a model knows from what it predicts on Gaussian noise. Error: the mean squared "
-        f"difference of the two, over classes. From seed {run.seed}."
+        "A peer guesses which classes a model knows from its predictions on Gaussian noise. Error: the mean squared "
+        f"difference between label shares and predictions, over classes. From seed {run.seed}."
     )
-    return section("What noise tells about a model", sentence(says), grid([left, right]), name="probe")
+    return section("The noise probe and the label shares", sentence(says), grid([left, right]), name="probe")
 
 
 @contextmanager
-def reading(run: Run) -> Iterator[None]:
-    """What is not as it was written raises CorruptFile with the journal's name."""
+def reading_queries(run: Run) -> Iterator[None]:
+    """Damaged entries raise CorruptFile with the journal's name."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         said = f"{type(error).__name__}: {error}"
-        raise CorruptFile(f"{run.folder / JOURNAL}: what is said of queries is damaged: {said}") from error
+        raise CorruptFile(f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}") from error
 
 
 def _last(run: Run) -> Event:
@@ -94,7 +95,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
     for group in groups:
         points = []
         for run in group.started:
-            with reading(run):
+            with reading_queries(run):
                 points += [(a["gain"], a["forgetting"], a["client"], run.seed) for a in _answers(run)]
         if not points:
             continue
@@ -123,7 +124,7 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
         )
     x = {"title": {"text": "gain on classes asked for"}, **PER_CENT}
     y = {"title": {"text": "forgetting of own classes"}, **PER_CENT}
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT, hovermode="closest")}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest")}
 
 
 def _bars(groups: Sequence[Group]) -> list[Html | None]:
@@ -134,7 +135,7 @@ def _bars(groups: Sequence[Group]) -> list[Html | None]:
         run = next((r for r in group.started if any(e.get("correct_by_class") for e in _phases(r))), None)
         if run is None:
             continue
-        with reading(run):
+        with reading_queries(run):
             clients = [a["client"] for a in _answers(run)][:MOST_CLIENTS]
             if not clients or (names and [f"client {c}" for c in clients] != names):
                 continue
@@ -167,7 +168,7 @@ def _client(run: Run, client: int) -> Figure:
         for i, e in enumerate(stages)
     ]
     axes = {"xaxis": {"type": "category"}, "yaxis": {**PER_CENT, "range": [0, 1]}}
-    return {"data": data, "layout": {**layout(**axes, height=HEIGHT), "barmode": "group"}}
+    return {"data": data, "layout": {**layout(**axes, height=QUERY_HEIGHT), "barmode": "group"}}
 
 
 def _totals(run: Run) -> list[int]:
@@ -176,7 +177,7 @@ def _totals(run: Run) -> list[int]:
 
 def _epochs(run: Run) -> Figure:
     data: list[Figure] = []
-    with reading(run):
+    with reading_queries(run):
         alone = {a["client"]: a["average_accuracy_before"] for a in _last(run).get("answers") or []}
         for client in sorted({e["client"] for e in _phases(run) if e.get("scores")}):
             scores = [s for e in _phases(run) if e["client"] == client for s in e.get("scores", [])]
@@ -192,7 +193,7 @@ def _epochs(run: Run) -> Figure:
                 {**line, "name": f"{name} alone", "x": [1, len(scores)], "y": level, "line": dots, "showlegend": False}
             )
     x, y = {"title": {"text": "epoch of both phases"}}, {**PER_CENT}
-    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=HEIGHT)}
+    return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT)}
 
 
 def _map(rows: Sequence[Sequence[float]], names: Sequence[str], classes: Sequence[str]) -> Figure:

@@ -33,7 +33,7 @@ CLIENT = ("seconds", "seconds_training", "seconds_measuring", "client", "round")
 """What is read of a client's event; each a number, or null."""
 
 
-def check(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
+def check_events(path: Path, start: Event, initial: Event, rounds: Sequence[Event], clients: Sequence[Event]) -> None:
     """Raises CorruptFile naming the journal and the first event that is not what the reader relies on."""
     if (rounds or clients) and not start:
         raise CorruptFile(f"{path} has rounds but no start event; restore the file")
@@ -81,16 +81,16 @@ def _check_measures(path: Path, event: Event, where: str, classes: int) -> None:
 
 def _check_by_client(path: Path, event: Event, where: str) -> None:
     for key in (k for k in event if k.endswith("_by_client")):
-        found = event[key]
-        ids = isinstance(found, dict) and all(str(c).isdecimal() for c in found)
-        if not ids or not all(_is_number(v) and v is not None for v in found.values()):
+        by_client = event[key]
+        ids = isinstance(by_client, dict) and all(str(c).isdecimal() for c in by_client)
+        if not ids or not all(_is_number(v) and v is not None for v in by_client.values()):
             raise CorruptFile(f"{path}: {where} has {key} that is not a number for each client")
 
 
 def _check_by_epoch(path: Path, event: Event, where: str) -> None:
     stages = event.get("by_epoch", {})
-    for found in stages.values() if isinstance(stages, dict) else [stages]:
-        curves = [found.get(k) for k in EPOCHS] if isinstance(found, dict) else [None]
+    for lists in stages.values() if isinstance(stages, dict) else [stages]:
+        curves = [lists.get(k) for k in EPOCHS] if isinstance(lists, dict) else [None]
         count = len(curves[0]) if isinstance(curves[0], list) else 0
         if not count or not all(_are_numbers(c, count) for c in curves):
             raise CorruptFile(f"{path}: {where} has by_epoch that is not lists of numbers of one length")

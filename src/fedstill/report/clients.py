@@ -7,43 +7,46 @@ from typing import Any
 
 from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded
 from fedstill.report.groups import Group
-from fedstill.report.markup import Cell, Html, figure, folded, grid, section, sentence, table
+from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.summary import NONE
 
-KINDS = {"private": "its own held-out examples", "public": "the public images"}
-MOST = 40
+MEASURED_ON = {"private": "its own held-out examples", "public": "the public images"}
+MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
 
 def clients(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy by client and architecture; None if no run measured it."""
-    some = [g for g in groups if any(_last(g, f"{k}_by_client") for k in KINDS)]
-    if not some or len(_ids(some)) > MOST:
+    some = [g for g in groups if any(_last(g, f"{k}_by_client") for k in MEASURED_ON)]
+    if not some or len(_ids(some)) > MOST_DRAWN:
         return None
     bars = [
         figure([_bars(some, style, kind)], f"After the last round, on {what}.", f"Accuracy on {kind} data by client")
-        for kind, what in KINDS.items()
+        for kind, what in MEASURED_ON.items()
         if any(_last(g, f"{kind}_by_client") for g in some)
     ]
     if any(g.values("accuracy") for g in some):
         bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
     says = (
-        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data; public: on the "
-        "images that all see. The mean over seeds where there are several."
+        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data. "
+        "Public: accuracy on the public images. Values are means over seeds."
     )
-    saw = "Of each client: before and after it learns from the others in each round. A tooth up is what it learned."
+    saw = (
+        "Two values of each client in each round: before and after it learns from the others. A step up is "
+        "what it learned."
+    )
     courses = [
         figure([_course(g, kind)], saw, f"{g.label}: {kind} accuracy by round")
         for g in some
-        for kind in KINDS
+        for kind in MEASURED_ON
         if _rounds(g, kind)
     ]
-    head: list[Cell] = ["client", "network", *(f"{g.label}: {k} [%]" for g in some for k in KINDS)]
+    head: list[Cell] = ["client", "network", *(f"{g.label}: {k} [%]" for g in some for k in MEASURED_ON)]
     lines: list[list[Cell]] = [[c, _network(some, c), *_cells(some, c)] for c in _ids(some)]
     sent = _sent(some)
     parts = [
-        table(head, lines, "numbers wide"),
+        html_table(head, lines, "numbers wide"),
         grid(bars, "small"),
         sentence(sent) if sent else None,
         folded("Round by round", grid(courses)) if courses else None,
@@ -53,24 +56,24 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
 
 def _last(group: Group, key: str) -> dict[str, float]:
     """A mapping of the last round by client, mean over the runs that have it."""
-    found = [r.rounds[-1].get(key) for r in group.started]
-    return _means([f for f in found if isinstance(f, Mapping)])
+    by_run = [r.rounds[-1].get(key) for r in group.started]
+    return _means([f for f in by_run if isinstance(f, Mapping)])
 
 
-def _means(found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    ids = dict.fromkeys(k for f in found for k in f)
-    means = {k: spread([float(f[k]) for f in found if k in f]) for k in ids}
+def _means(mappings: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    ids = dict.fromkeys(k for f in mappings for k in f)
+    means = {k: spread([float(f[k]) for f in mappings if k in f]) for k in ids}
     return {k: m.mean for k, m in means.items() if m}
 
 
 def _ids(groups: Sequence[Group]) -> list[str]:
-    ids = {c for g in groups for k in KINDS for c in _last(g, f"{k}_by_client")}
+    ids = {c for g in groups for k in MEASURED_ON for c in _last(g, f"{k}_by_client")}
     return sorted(ids, key=int)
 
 
 def _network(groups: Sequence[Group], client: str) -> str:
-    found = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
-    return ", ".join(found)
+    networks = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
+    return ", ".join(networks)
 
 
 def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -> str:
@@ -81,7 +84,7 @@ def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -
 def _cells(groups: Sequence[Group], client: str) -> list[Cell]:
     out: list[Cell] = []
     for group in groups:
-        for kind in KINDS:
+        for kind in MEASURED_ON:
             after, before = (_last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before"))
             small = "" if before is None else f"<small>{100 * before:.1f} → </small>"
             out.append(NONE if after is None else Html(f"{small}{100 * after:.1f}"))
@@ -95,12 +98,12 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
             "type": "bar",
             "name": named(g),
             "x": [f"client {c}" for c in ids],
-            "y": [rounded(found[c]) if c in found else None for c in ids],
+            "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
             "marker": {"color": style.colour(g)},
             "hovertemplate": "%{x}: %{y:.2%}",
         }
         for g in groups
-        if (found := _last(g, f"{kind}_by_client"))
+        if (accuracies := _last(g, f"{kind}_by_client"))
     ]
     return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category"})}
 
@@ -138,7 +141,7 @@ def _course(group: Group, kind: str) -> Figure:
         line = {"color": COLOURS[i % len(COLOURS)], "width": 2, "dash": DASHES[i // len(COLOURS) % len(DASHES)]}
         name = plain(f"client {client}, {_network([group], client)}")
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line})
-    axis = {"title": {"text": "round; half-way: before learning from the others"}, "rangemode": "tozero"}
+    axis = {"title": {"text": "round (half-way: before learning from the others)"}, "rangemode": "tozero"}
     return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT)}
 
 
@@ -157,7 +160,6 @@ def _sent(groups: Sequence[Group]) -> str:
     if not told:
         return ""
     return (
-        "Sent in all, beside what the same clients' weights would have cost, once down and once up a round: "
-        + "; ".join(told)
-        + "."
+        "Sent in the whole run and, in brackets, what the weights of the same clients would take, sent down and up "
+        "once a round: " + "; ".join(told) + "."
     )

@@ -16,9 +16,9 @@ STRENGTHS = (1.0, 0.55, 0.25)
 
 def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
     """Seconds a run, by phase: a bar a group, mean over seeds."""
-    found = {id(g): [phases(r) for r in g.started] for g in groups}
+    by_group = {id(g): [phases(r) for r in g.started] for g in groups}
     parts = {
-        name: [_average([getattr(p, name) for p in found[id(g)]]) for g in groups]
+        name: [_average([getattr(p, name) for p in by_group[id(g)]]) for g in groups]
         for name in ("training", "measuring", "other")
     }
     return _bars(groups, style, parts, "s", stacked=True)
@@ -26,8 +26,8 @@ def seconds_by_phase(groups: Sequence[Group], style: Style) -> Figure:
 
 def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
     """Seconds a run that each measure took: a bar a measure and group, mean over seeds."""
-    found = [seconds(g) for g in groups]
-    names = list(dict.fromkeys(n for each in found for n in each))
+    by_group = [seconds(g) for g in groups]
+    names = list(dict.fromkeys(n for each in by_group for n in each))
     data = [
         {
             "type": "bar",
@@ -38,7 +38,7 @@ def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
             "marker": {"color": style.colour(group)},
             "hovertemplate": f"%{{y}}, {named(group)}: %{{x:.3g}} s<extra></extra>",
         }
-        for group, each in zip(groups, found, strict=True)
+        for group, each in zip(groups, by_group, strict=True)
     ]
     about = layout(
         barmode="group",
@@ -93,5 +93,5 @@ def _bars(
 
 
 def _average(values: Sequence[float]) -> float:
-    found = spread(values)
-    return found.mean if found else 0.0
+    average = spread(values)
+    return average.mean if average else 0.0

@@ -18,7 +18,7 @@ CLASSES = (
 
 GLOBALS = {"received": "#6B7280", "aggregated": "#D7263D"}
 BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
-NONE = {"visible": False}
+HIDDEN_AXIS = {"visible": False}
 SEEN = 0.01
 """Below this share of the highest bump nothing is drawn: there the circle is bare."""
 
@@ -27,15 +27,15 @@ BANDWIDTH = 8.0
 
 
 def tsne(groups: Sequence[Group], style: Style) -> Html | None:
-    """Test features under the global and local models on one plane; None if nobody looked."""
-    found = last_looks(groups, "tsne")
-    if not found:
+    """Test features under the global and local models on one plane; None if it was not measured."""
+    looks = last_looks(groups, "tsne")
+    if not looks:
         return None
     says = (
-        "Every point is a test image as one of the models sees it: images lie near each other if their features are "
-        "alike (joint t-SNE; distances between far points mean nothing). By class: where classes mix, models cannot "
-        "tell them apart. By model: local models that stay on top of the global one forgot little; islands "
-        "of one model each are features that no other model shares."
+        "Every point is a test image as one of the models sees it. Images are near each other if their "
+        "features are alike (joint t-SNE; large distances mean nothing). By class: where classes mix, the "
+        "models cannot tell them apart. By model: a local model whose points lie on those of the global model"
+        " forgot little; a group of points of one model only has features that no other model has."
     )
     figures = [
         figure(
@@ -44,41 +44,42 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
             labelled(look.group, style, look.place),
             "tsne",
         )
-        for look in found
+        for look in looks
     ]
     parts = [choice("tsne", "Colour by", ["class", "model"]), grid(figures)]
-    return section("How models see the test images", sentence(says), *parts, name="tsne")
+    return section("Features of the test images", sentence(says), *parts, name="tsne")
 
 
 def sphere(groups: Sequence[Group], style: Style) -> Html | None:
-    """Where the classes lie on the circle, model by model; None if nobody looked."""
-    found = last_looks(groups, "sphere")
-    if not found:
+    """Where the classes are on the circle, model by model; None if it was not measured."""
+    looks = last_looks(groups, "sphere")
+    if not looks:
         return None
     says = (
-        "Features of this network are points on a circle. Each bump is a class: its place is the direction in which "
-        "the model sees the class, its height how many test images lie there. A local model in which bumps merge or "
-        "move has lost those classes."
+        "Features of this network are points on a circle. Each bump is a class: its position is the direction"
+        " of the class's features, its height the number of test images there. If bumps of a local model "
+        "merge or move, it has forgotten those classes."
     )
     figures = [
-        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in found
+        figure([_circles(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
     ]
-    return section("Classes on the circle", sentence(says), _class_key(found[0].group), *figures, name="sphere")
+    return section("Classes on the circle", sentence(says), _class_key(looks[0].group), *figures, name="sphere")
 
 
 def units(groups: Sequence[Group], style: Style) -> Html | None:
-    """Which class each unit of the last hidden layer stands for, model by model; None if nobody looked."""
-    found = last_looks(groups, "units")
-    if not found:
+    """Which class each unit of the last hidden layer stands for, model by model; None if it was not measured."""
+    looks = last_looks(groups, "units")
+    if not looks:
         return None
     says = (
-        "Each column is a unit of the last hidden layer, coloured by the class at which it is most active; columns are "
-        "sorted by the model that clients received (top row). A row that keeps its colours kept its knowledge."
+        "Each column is a unit of the last hidden layer. Its colour is the class for which the unit is most "
+        "active. Columns are sorted by the model that clients received (top row). A model whose row has the "
+        "same colours kept what it knew."
     )
     figures = [
-        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in found
+        figure([_units(look)], f"{look.place}: {says}", labelled(look.group, style, look.place)) for look in looks
     ]
-    return section("What units stand for", sentence(says), _class_key(found[0].group), grid(figures), name="units")
+    return section("The class of each unit", sentence(says), _class_key(looks[0].group), grid(figures), name="units")
 
 
 def class_colour(number: int) -> str:
@@ -108,7 +109,7 @@ def _places(look: Look, by: str) -> Figure:
 
 def on_plane(traces: Sequence[dict[str, Any]]) -> Figure:
     """Points without axes, as t-SNE's have no units."""
-    about = layout(height=460, hovermode="closest", xaxis=NONE, yaxis={**NONE, "scaleanchor": "x"})
+    about = layout(height=460, hovermode="closest", xaxis=HIDDEN_AXIS, yaxis={**HIDDEN_AXIS, "scaleanchor": "x"})
     return {"data": list(traces), "layout": {**about, "legend": {**about["legend"], "itemsizing": "constant"}}}
 
 
@@ -140,7 +141,7 @@ def _circles(look: Look) -> Figure:
                 traces.append(_ring(3.2 * i, radius, class_colour(c), plain(class_name(look, c))))
             notes.append({"text": plain(name), "x": 3.2 * i, "y": 0, "showarrow": False})
     span = [-1.6, 3.2 * (len(models) - 1) + 1.6]
-    axes = {"xaxis": {**NONE, "range": span}, "yaxis": {**NONE, "scaleanchor": "x", "range": [-1.6, 1.6]}}
+    axes = {"xaxis": {**HIDDEN_AXIS, "range": span}, "yaxis": {**HIDDEN_AXIS, "scaleanchor": "x", "range": [-1.6, 1.6]}}
     return {
         "data": traces,
         "layout": {**layout(height=280, hovermode="closest", showlegend=False, **axes), "annotations": notes},

@@ -15,7 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 DASHES = ("solid", "dash", "dot", "dashdot")
 PERCENT = {"tickformat": ".0%"}
 SHARE = {"tickformat": ".1f"}
-DIGITS = 5
+DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
 """How many groups a figure names within itself; of more, the page shows a key."""
@@ -45,20 +45,20 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
     ``reference``: a second measure, drawn dotted in the same colour. ``axis``: settings of the y axis.
     """
     none = Series([], [])
-    found = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
-    return curves(found, style, "round", **axis)
+    by_group = [(g, over_seeds(g, key), over_seeds(g, reference) if reference else none) for g in groups]
+    return curves(by_group, style, "round", **axis)
 
 
-def curves(found: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
+def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
     """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted."""
     data = []
-    for group, series, other in found:
+    for group, series, other in by_group:
         if series.rounds:
             data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
     rounds = {"title": {"text": unit}, "rangemode": "tozero", "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
-    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(found) <= MOST_IN_LEGEND)}
+    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(by_group) <= MOST_IN_LEGEND)}
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
@@ -93,7 +93,7 @@ def layout(**more: Any) -> dict[str, Any]:
 
 def rounded(value: float) -> float:
     """A number with as many digits as a figure shows."""
-    return round(value, DIGITS)
+    return round(value, DECIMALS)
 
 
 def _band(group: Group, style: Style, series: Series) -> list[dict[str, Any]]:
@@ -130,14 +130,14 @@ def named(group: Group) -> str:
 
 
 def plain(name: str) -> str:
-    """A name whose markup Plotly shows and does not obey."""
+    """A name whose markup Plotly prints as text."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _dotted(group: Group, style: Style) -> dict[str, Any]:
     return {
         "mode": "lines",
-        "name": f"{named(group)}, model received",
+        "name": f"{named(group)}, received model",
         "showlegend": False,
         "line": {"color": style.colour(group), "width": 1.5, "dash": "dot"},
     }

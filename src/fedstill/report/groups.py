@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from fedstill.report import runs as found
 from fedstill.report.numbers import Spread, reported, spread
-from fedstill.report.runs import Run
+from fedstill.report.runs import Run, find
 
 UNSET = "–"
 
@@ -69,7 +68,7 @@ class Group:
 
 def groups(directories: Sequence[Path]) -> list[Group]:
     """The runs in some directories, grouped, in the order in which they are found."""
-    return group(found.find(directories))
+    return group(find(directories))
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
@@ -78,7 +77,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         by_settings.setdefault(json.dumps(shared_settings(run), sort_keys=True, default=str), []).append(run)
     lists = list(by_settings.values())
-    labels = labels_of([shared_settings(runs[0]) for runs in lists])
+    labels = group_labels([shared_settings(runs[0]) for runs in lists])
     return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
 
 
@@ -127,7 +126,7 @@ def _group(label: str, members: Sequence[Run]) -> Group:
     return Group(label, chosen, [r for r in members if not any(r is c for c in chosen)])
 
 
-def labels_of(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells settings apart: the method, and the keys in which those of one method differ."""
     names = [method_of(s) for s in settings]
     labels = []

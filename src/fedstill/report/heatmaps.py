@@ -37,7 +37,7 @@ class Split:
         return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts)} clients)"
 
 
-def measured(group: Group) -> bool:
+def has_class_accuracy(group: Group) -> bool:
     """Whether any class of any round has an accuracy."""
     rows = [row for run in group.started for row in run.class_accuracy().values()]
     return any(value is not None for row in rows for value in row)
@@ -74,7 +74,7 @@ def _of_sum(row: Sequence[float | None]) -> list[float | None]:
 def class_map(
     columns: Mapping[int, Sequence[float | None]], classes: Sequence[str], unit: str, absent: str = ""
 ) -> Figure:
-    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent`` is said where there is none."""
+    """Accuracy of each class (C,) by round or hop, which ``unit`` names; ``absent``: the text where there is none."""
     rows = [[_percent(v) for v in row] for row in zip(*columns.values(), strict=True)]
     names = _names(classes)
     trace = {
@@ -102,15 +102,15 @@ def class_map(
 
 def splits(groups: Sequence[Group]) -> list[Split]:
     """The distinct splits among all runs, in the order of their first seed."""
-    found: dict[str, list[Run]] = {}
+    by_split: dict[str, list[Run]] = {}
     for run in sorted((r for g in groups for r in g.runs if r.start.get("label_counts")), key=lambda r: r.seed):
-        found.setdefault(json.dumps([run.start["label_counts"], run.classes]), []).append(run)
-    return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in found.values()]
+        by_split.setdefault(json.dumps([run.start["label_counts"], run.classes]), []).append(run)
+    return [Split(runs[0].start["label_counts"], runs[0].classes, runs) for runs in by_split.values()]
 
 
-def small(found: Sequence[Split]) -> bool:
+def small(every_split: Sequence[Split]) -> bool:
     """Whether every kind of picture of these splits can be carried."""
-    return sum(len(s.counts) * len(s.classes) for s in found) * len(KINDS) <= MOST_CELLS
+    return sum(len(s.counts) * len(s.classes) for s in every_split) * len(KINDS) <= MOST_CELLS
 
 
 def class_by_client(split: Split, kind: str = "examples") -> Figure:

@@ -7,29 +7,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.figures import COLOURS, PERCENT, Figure, layout, plain, rounded
-from fedstill.report.groups import Group, differing, labels_of, method_of
+from fedstill.report.groups import Group, differing, group_labels, method_of
 from fedstill.report.markup import Html, figure, grid, section, sentence
 
 NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
-SAYS = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
+MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
 
 
 def heterogeneity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a parameter of the split; None if no such parameter varies."""
     says = (
-        "Each line is one method on splits that differ in one number only. A method that holds against uneven data has "
-        "a flat line."
+        "Each line is one method on splits that differ in one number only. A method that is robust to uneven "
+        "data has a flat line."
     )
-    return _section("heterogeneity", "The more uneven the data", says, _figures(groups, "partition"))
+    return _section("heterogeneity", "Effect of uneven data", says, _figures(groups, "partition"))
 
 
 def sensitivity(groups: Sequence[Group]) -> Html | None:
     """Accuracy and forgetting over a number of the method; None if none varies with all else equal."""
     says = (
-        "Each line is one method on one split, whose runs differ in one number only; dotted: what else ran on that "
-        "split. A flat line needs no tuning."
+        "Each line is one method on one split; its runs differ in one number only. Dotted: other methods on "
+        "that split. A flat line means that the number needs no tuning."
     )
-    return _section("sensitivity", "How much a setting matters", says, _figures(groups, "method"))
+    return _section("sensitivity", "Effect of a hyper-parameter", says, _figures(groups, "method"))
 
 
 def _section(name: str, title: str, says: str, figures: Sequence[Html]) -> Html | None:
@@ -43,7 +43,7 @@ def _figures(groups: Sequence[Group], table: str) -> list[Html]:
         if not series:
             continue
         name = key.rpartition(".")[2]
-        hint = f" ({SAYS[name]})" if name in SAYS and table == "partition" else ""
+        hint = f" ({MORE_UNEVEN[name]})" if name in MORE_UNEVEN and table == "partition" else ""
         for measure, title in (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")):
             says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
             beside = _beside(groups, series) if table == "method" else []
@@ -79,7 +79,7 @@ def _series(groups: Sequence[Group], key: str) -> dict[str, list[tuple[float, Gr
             rest = json.dumps({k: v for k, v in group.settings.items() if k != key}, sort_keys=True, default=str)
             buckets.setdefault(rest, []).append((float(group.settings[key]), group))
     kept = [b for b in buckets.values() if len(b) > 1]
-    names = labels_of([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
+    names = group_labels([{k: v for k, v in b[0][1].settings.items() if k != key} for b in kept])
     return {name: sorted(b, key=lambda pair: pair[0]) for name, b in zip(names, kept, strict=True)}
 
 
@@ -88,15 +88,20 @@ def _drawn(
 ) -> Figure:
     data: list[dict[str, Any]] = []
     for i, (label, points) in enumerate(series.items()):
-        found = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
+        values_at = [(x, s) for x, g in points if (s := g.mean_spread(measure)) is not None]
         data.append(
             {
                 "type": "scatter",
                 "mode": "lines+markers",
                 "name": plain(label),
-                "x": [x for x, _ in found],
-                "y": [rounded(s.mean) for _, s in found],
-                "error_y": {"type": "data", "array": [rounded(s.std) for _, s in found], "thickness": 1.2, "width": 3},
+                "x": [x for x, _ in values_at],
+                "y": [rounded(s.mean) for _, s in values_at],
+                "error_y": {
+                    "type": "data",
+                    "array": [rounded(s.std) for _, s in values_at],
+                    "thickness": 1.2,
+                    "width": 3,
+                },
                 "hovertemplate": "%{y:.2%}",
                 "line": {"color": COLOURS[i % len(COLOURS)], "width": 2},
                 "marker": {"size": 7},

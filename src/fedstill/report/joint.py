@@ -1,4 +1,4 @@
-"""Runs that started from one model, in one t-SNE: what each method, or each split, makes of the same features."""
+"""Runs that started from one model, in one t-SNE: what each method, or each split, does with the same features."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedstill.data.examples import stratified
 from fedstill.errors import CorruptFile
-from fedstill.experiment.measures.base import MEASURES
+from fedstill.experiment.measures.base import MEASURES_FOLDER
 from fedstill.experiment.measures.tsne import embedded
 from fedstill.report.features import GLOBALS, class_colour, class_name, dots, on_plane
 from fedstill.report.figures import Figure, Style, named, plain
@@ -25,10 +25,11 @@ RECEIVED, AGGREGATED = "received", "aggregated"
 POINTS = 3000
 """So many points are embedded at most: the time grows faster than their number."""
 
-SAYS = (
-    "One t-SNE of the test images' features under the model that all these runs received and under the local models of "
-    "each. By run: where a run's points lie on those of the model received, training kept its features; where they "
-    "stand apart, it made others. By class: whether classes stay together."
+ABOUT_JOINT = (
+    "One t-SNE of the test images' features: of the model that all these runs received, and of the local "
+    "models of each run. By run: where a run's points lie on those of the received model, training kept "
+    "its features; where they lie apart, training changed them. By class: whether the images of a class "
+    "stay together."
 )
 
 
@@ -51,9 +52,9 @@ def joint(groups: Sequence[Group], style: Style) -> Html | None:
     families = _families([k for look in last_looks(groups, "tsne") if (k := _kept(look)) is not None])
     if not families:
         return None
-    figures = [figure(_figures(family, style), SAYS, _title(family), "joint") for family in families]
+    figures = [figure(_figures(family, style), ABOUT_JOINT, _title(family), "joint") for family in families]
     parts = [choice("joint", "Colour by", ["run", "class"]), *figures]
-    return section("One model, trained on in several ways", sentence(SAYS), *parts, name="joint")
+    return section("Runs that started from one model", sentence(ABOUT_JOINT), *parts, name="joint")
 
 
 def _title(family: Sequence[Kept]) -> Html:
@@ -65,17 +66,22 @@ def _kept(look: Look) -> Kept | None:
     """What the measure kept beside the journal; None where nothing was kept, or the file was left behind."""
     with reading(look) as event:
         name, labels = Path(str(event.get("features") or "")).name, [int(v) for v in event["labels"]]
-    path = look.run.folder / MEASURES / name
+    path = look.run.folder / MEASURES_FOLDER / name
     if not name or not path.is_file():
         return None
     try:
-        found = safetensors.torch.load(path.read_bytes())
+        features = safetensors.torch.load(path.read_bytes())
     except (OSError, ValueError, SafetensorError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    shapes = {tuple(v.shape) for v in found.values()}
-    if RECEIVED not in found or len(shapes) != 1 or found[RECEIVED].dim() != 2 or len(found[RECEIVED]) != len(labels):
+    shapes = {tuple(v.shape) for v in features.values()}
+    if (
+        RECEIVED not in features
+        or len(shapes) != 1
+        or features[RECEIVED].dim() != 2
+        or len(features[RECEIVED]) != len(labels)
+    ):
         raise CorruptFile(f"{path} is damaged: it must hold features of {len(labels)} images for each model")
-    return Kept(look, found, torch.tensor(labels))
+    return Kept(look, features, torch.tensor(labels))
 
 
 def _families(kept: Sequence[Kept]) -> list[list[Kept]]:

@@ -17,7 +17,7 @@ def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
     """In-local and out-local accuracy, and prediction consistency; None if nothing of it was measured."""
     inside = "Local models after training, on classes in the proportions of their own client's data."
     outside = "The same models on the classes that their client lacks or has little of."
-    steady = "Cosine of the class accuracies of successive global models: 1 means good at the same classes as before."
+    steady = "Cosine of the class accuracies of two successive global models. 1: both are good at the same classes."
     local = (("in", inside, "In-local accuracy"), ("out", outside, "Out-local accuracy"))
     figures = [
         figure([lines(groups, style, f"{k}_local_accuracy", f"received_{k}_local_accuracy", **PERCENT)], text, title)
@@ -25,8 +25,9 @@ def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
         if measured(groups, f"{k}_local_accuracy")
     ]
     dotted = (
-        "Dotted: the global model that those clients received, on the mean of their label distributions. Where a solid "
-        "line lies below the dotted one of its colour, local training lost what the received model knew."
+        "Dotted: the global model that those clients received, measured on the mean of their label "
+        "distributions. Where a solid line is below the dotted line of its colour, local training forgot what"
+        " the received model knew."
     )
     parts = [sentence(dotted) if figures else None, key(groups, style)]
     if measured(groups, "consistency"):
@@ -36,8 +37,9 @@ def knowledge(groups: Sequence[Group], style: Style) -> Html | None:
     parts.append(grid(figures, "small"))
     if measured(groups, "in_local_accuracy"):
         says = (
-            "The last measured round: local models on classes that their client has (full colour) and has not "
-            "(lighter), and the new global model on all (lightest). Thin lines: one standard deviation over clients."
+            "The last measured round: local models on classes that their client has (full colour) and does not "
+            "have (lighter), and the new global model on all classes (lightest). Thin lines: one standard "
+            "deviation over clients."
         )
         forms = [f for f, suffix in FORMS.items() if measured(groups, f"in_local_accuracy{suffix}")]
         parts.append(choice("forms", "In- and out-local accuracy", forms))
@@ -54,8 +56,8 @@ def _bars(groups: Sequence[Group], style: Style, form: str) -> Figure:
     data = []
     for measure, name, strength in BARS:
         wanted = measure if measure == "accuracy" else measure + form
-        found = [(g, _at_last(g, wanted), _at_last(g, f"{wanted}_std")) for g in groups]
-        there = [(g, v, s) for g, v, s in found if v is not None]
+        by_group = [(g, _at_last(g, wanted), _at_last(g, f"{wanted}_std")) for g in groups]
+        there = [(g, v, s) for g, v, s in by_group if v is not None]
         spreads = [rounded(s or 0.0) for _, _, s in there]
         data.append(
             {

@@ -16,15 +16,16 @@ CLIPPED = 0.9
 
 
 def landscape(groups: Sequence[Group], style: Style) -> Html | None:
-    """The loss around the global and a local model; None if nobody looked."""
-    found = last_looks(groups, "landscape")
-    if not found:
+    """The loss around the global and a local model; None if it was not measured."""
+    looks = last_looks(groups, "landscape")
+    if not looks:
         return None
     says = (
-        "Test loss when the weights are moved away from the model (the cross in the middle) along two directions. "
-        "Wide even valleys mean that small changes, such as the next round's mean, cost little. All share one scale."
+        "Test loss when the weights are moved along two directions, away from the model (the cross in the "
+        "middle). In a wide flat valley small changes of the weights, such as the mean of the next round, "
+        "cost little. All figures have the same scale."
     )
-    ranges = {plane: _range(found, plane) for plane in PLANES.values()}
+    ranges = {plane: _range(looks, plane) for plane in PLANES.values()}
     figures = [
         figure(
             [_contour(look, name, plane, *ranges[plane]) for plane in PLANES.values()],
@@ -32,14 +33,15 @@ def landscape(groups: Sequence[Group], style: Style) -> Html | None:
             labelled(look.group, style, f"{name}, {look.place}"),
             "plane",
         )
-        for look in found
+        for look in looks
         for name in _models(look)
     ]
     noise = (
-        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model; dotted: a local one."
+        "Mean test loss when Gaussian noise is added to all weights. Solid: the new global model. Dotted: a "
+        "local model."
     )
     parts = [choice("plane", "Along", list(PLANES)), grid(figures, "small")]
-    curves = grid([figure([_noise(found, style)], noise, "Loss under noise")])
+    curves = grid([figure([_noise(looks, style)], noise, "Loss under noise")])
     return section("The loss around the models", sentence(says), *parts, key(groups, style), curves, name="landscape")
 
 
@@ -48,9 +50,9 @@ def _models(look: Look) -> list[str]:
         return [str(name) for name in event["models"]]
 
 
-def _range(found: Sequence[Look], plane: str) -> tuple[float, float]:
+def _range(looks: Sequence[Look], plane: str) -> tuple[float, float]:
     every: list[float] = []
-    for look in found:
+    for look in looks:
         with reading(look) as event:
             size = len(event["axis"])
             for around in event["models"].values():
@@ -60,7 +62,7 @@ def _range(found: Sequence[Look], plane: str) -> tuple[float, float]:
 
 
 def _losses(value: Any, rows: int, columns: int) -> list[list[float]]:
-    """Losses; one that was too large to be a number is shown as the largest that was one."""
+    """Losses; one that overflowed is shown as the largest finite one."""
     top = max((v for row in value for v in row if v is not None), default=0.0)
     return matrix([[top if v is None else v for v in row] for row in value], rows, columns)
 
@@ -100,9 +102,9 @@ def _contour(look: Look, name: str, plane: str, low: float, high: float) -> Figu
     return {"data": [surface, middle], "layout": layout(hovermode="closest", showlegend=False, **axes)}
 
 
-def _noise(found: Sequence[Look], style: Style) -> Figure:
+def _noise(looks: Sequence[Look], style: Style) -> Figure:
     data = []
-    for look in found:
+    for look in looks:
         with reading(look) as event:
             scales = [float(v) for v in event["scales"]]
             for name, around in event["models"].items():
@@ -125,4 +127,4 @@ def _noise(found: Sequence[Look], style: Style) -> Figure:
                     }
                 )
     axes = {"xaxis": {"title": {"text": "standard deviation of the noise"}}, "yaxis": {"title": {"text": "loss"}}}
-    return {"data": data, "layout": layout(showlegend=len(found) <= MOST_IN_LEGEND, **axes)}
+    return {"data": data, "layout": layout(showlegend=len(looks) <= MOST_IN_LEGEND, **axes)}

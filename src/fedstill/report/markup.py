@@ -20,7 +20,7 @@ class Html:
 
 Cell = str | Html
 
-DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
+SVG_DASHES = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3"}
 """Plotly's names of dashes, as SVG's."""
 
 
@@ -40,7 +40,7 @@ def sentence(text: str) -> Html:
     return Html(f'<p class="how">{escape(text)}</p>')
 
 
-def table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]], kind: str = "") -> Html:
+def html_table(head: Sequence[Cell], rows: Sequence[Sequence[Cell]], kind: str = "") -> Html:
     """A table; the first cell of a row is its heading."""
     top = "".join(f'<th scope="col">{escape(c)}</th>' for c in head)
     lines = []
@@ -63,7 +63,7 @@ def facts(pairs: Mapping[str, str]) -> Html:
 
 
 def folded(title: str, *parts: Html) -> Html:
-    """What is there for those who open it."""
+    """Content that is folded away."""
     inner = "\n".join(p.text for p in parts)
     return Html(f"<details><summary>{escape(title)}</summary>\n{inner}\n</details>")
 
@@ -81,7 +81,7 @@ def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
 def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
     """A figure with one or more variants, of which a selector of this ``name`` shows one.
 
-    ``says``: what it shows and how to read it; printed below a title that is text, and read aloud in any case.
+    ``says``: what it shows and how to read it; printed below a title that is text, and always read by screen readers.
     """
     above = f"<figcaption>{escape(title)}</figcaption>"
     if isinstance(title, str) and title:
@@ -95,9 +95,8 @@ def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = 
 
 def stroke(colour: str, dash: str, label: str) -> Html:
     """An entry of a key: a piece of line and what it stands for."""
-    line = (
-        f'<line x1="0" y1="5" x2="28" y2="5" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{DASHES[dash]}"/>'
-    )
+    drawn = f'stroke="{colour}" stroke-width="2.5" stroke-dasharray="{SVG_DASHES[dash]}"'
+    line = f'<line x1="0" y1="5" x2="28" y2="5" {drawn}/>'
     return Html(f'<span class="name"><svg width="28" height="10" aria-hidden="true">{line}</svg>{escape(label)}</span>')
 
 

@@ -75,7 +75,7 @@ def seconds(group: Group) -> dict[str, float]:
 
 def matrix(value: Any, rows: int, columns: int) -> list[list[float]]:
     """Numbers in so many rows and columns; raises ValueError for anything else."""
-    found = [[float(v) for v in row] for row in value]
-    if len(found) != rows or any(len(row) != columns for row in found):
+    numbers = [[float(v) for v in row] for row in value]
+    if len(numbers) != rows or any(len(row) != columns for row in numbers):
         raise ValueError(f"it must have {rows} × {columns} numbers")
-    return found
+    return numbers

@@ -12,11 +12,10 @@ from pathlib import Path
 from fedstill.errors import ConfigError
 from fedstill.files import as_named, write_whole
 from fedstill.report import sections
-from fedstill.report.asked import asked, probed
-from fedstill.report.boundaries import boundaries
-from fedstill.report.chain import chain
+from fedstill.report.asked import asked, noise_probes
+from fedstill.report.chain_hops import chain
 from fedstill.report.clients import clients
-from fedstill.report.epochs import epochs
+from fedstill.report.decision_planes import boundaries
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
 from fedstill.report.groups import Group, groups, method_of, said
@@ -24,16 +23,16 @@ from fedstill.report.heterogeneity import heterogeneity, sensitivity
 from fedstill.report.joint import joint
 from fedstill.report.knowledge import knowledge
 from fedstill.report.landscapes import landscape
+from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
 from fedstill.report.targets import targets
-from fedstill.report.weights import personal, weights
+from fedstill.report.weights import personal, weight_changes
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What a browser may load for the page: nothing from anywhere else."""
 
 TROUBLE = (
-    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. "
-    "The tables hold the results all the same."
+    "The figures could not be drawn: they need JavaScript and a browser of 2023 or later. The tables show all results."
 )
 
 
@@ -59,20 +58,20 @@ def page(compared: Sequence[Group]) -> str:
     style = Style(compared)
     parts = [
         _head(compared),
-        sections.results(compared, style),
+        sections.results_section(compared, style),
         asked(compared, style),
         boundaries(compared, style),
         sections.over_rounds(compared, style),
         heterogeneity(compared),
         sensitivity(compared),
         sections.class_maps(compared, style),
-        sections.split(compared),
-        probed(compared),
+        sections.split_section(compared),
+        noise_probes(compared),
         knowledge(compared, style),
         epochs(compared, style),
         clients(compared, style),
         personal(compared, style),
-        weights(compared, style),
+        weight_changes(compared, style),
         units(compared, style),
         tsne(compared, style),
         joint(compared, style),
@@ -118,7 +117,7 @@ def _head(compared: Sequence[Group]) -> Html:
     }
     note = ""
     if unfinished:
-        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to where they are."
+        how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to their last round."
         note = f'<p class="note">{how_many}</p>'
     return Html(f"<header><h1>{escape(_title(compared))}</h1>{facts(pairs).text}{note}</header>")
 
@@ -156,7 +155,7 @@ def _document(title: str, main: str) -> str:
 <p class="note" id="trouble" hidden>{TROUBLE}</p>
 {main}
 <footer>Made by fedstill on {datetime.now():%Y-%m-%d} from the runs' journals. Figures are drawn by {escape(about)},
-which this file holds in compressed form; nothing is loaded from elsewhere.</footer>
+which this file contains in compressed form. Nothing is loaded from the network.</footer>
 </main>
 <script type="application/octet-stream" id="plotly">{library}</script>
 <script>

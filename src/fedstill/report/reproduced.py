@@ -12,12 +12,12 @@ from rich.text import Text
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report.numbers import COLUMNS, Spread, spread
-from fedstill.report.runs import read
+from fedstill.report.runs import read_run
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import table
-from fedstill.report.terminal import tables as parts
+from fedstill.report.terminal import table_in_parts as parts
 
-TITLES = {m.key: m.title for m in COLUMNS} | {
+COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
     "accuracy": "accuracy",
     "forgetting": "F",
     "query_average_accuracy": "average",
@@ -32,7 +32,7 @@ LAST_TEN = "mean_accuracy_last_10"
 """Beside the accuracy of the last round, where there are more than ten: rounds differ much on uneven data."""
 
 
-def tables(
+def paper_tables(
     recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
 ) -> Iterator[RenderableType]:
     """The title, what makes it a reduced run if anything does, and one table for each column.
@@ -42,16 +42,19 @@ def tables(
     yield Text(recipe.paper, style="bold")
     if changes:
         said = ", ".join(f"{k} = {v}" for k, v in changes.items())
-        yield Text(f"REDUCED OR CHANGED against the paper: {said}. Levels cannot be compared, differences perhaps.")
+        yield Text(
+            f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared with the paper's; "
+            "differences between rows may be."
+        )
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
-        rows, found = [r for r, c in cells if c == column], _found(runs)
-        long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in found.values() for s in own)
-        yield from parts(_head(recipe, long), _rows(recipe, column, rows, found, long), width)
+        rows, summaries = [r for r, c in cells if c == column], _found(runs)
+        long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
+        yield from parts(_head(recipe, long), _rows(recipe, column, rows, summaries, long), width)
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
-        by_client = list(_by_client(recipe, column, rows, found))
+        by_client = list(_by_client(recipe, column, rows, summaries))
         if by_client:
             yield Text("\nby client, ours (paper's) [%]")
             count = max(len(line) for line in by_client) - 2
@@ -63,15 +66,15 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
     for row in rows:
         own = [v.folder for v in runs if v.label == f"{row} | {column}" and (v.folder / "summary.json").is_file()]
         for key, printed in recipe.published.get((row, column), Published()).measured.items():
-            curves = [read(folder).curve(key) for folder in own]
-            found = spread([curve[max(curve)] for curve in curves if curve])
-            said = found.text(1, 3) if found else NONE
-            yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(found.runs if found else 0)]
+            curves = [read_run(folder).curve(key) for folder in own]
+            ours = spread([curve[max(curve)] for curve in curves if curve])
+            said = ours.text(1, 3) if ours else NONE
+            yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(ours.runs if ours else 0)]
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:
     """Measures in percent; Δ is the difference of the first to the first row, in points, over the seeds both have."""
-    first, *others = (TITLES.get(m, m) for m in recipe.measures)
+    first, *others = (COLUMN_TITLES.get(m, m) for m in recipe.measures)
     named = [] if recipe.measures[0] == "accuracy" else [first]
     head = [
         "",
@@ -84,18 +87,18 @@ def _head(recipe: Recipe, long: bool) -> list[str]:
 
 
 def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    summaries: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         path = run.folder / "summary.json"
         if path.is_file():
-            found.setdefault(run.label, []).append(json.loads(path.read_text()))
-    return found
+            summaries.setdefault(run.label, []).append(json.loads(path.read_text()))
+    return summaries
 
 
 def _rows(
-    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]], long: bool
+    recipe: Recipe, column: str, rows: Sequence[str], summaries: Mapping[str, Sequence[Mapping[str, Any]]], long: bool
 ) -> list[list[str]]:
-    ours = {r: found.get(f"{r} | {column}", []) for r in rows}
+    ours = {r: summaries.get(f"{r} | {column}", []) for r in rows}
     theirs = {r: recipe.published.get((r, column), Published()).values for r in rows}
     first, *others = recipe.measures
     return [
@@ -117,11 +120,11 @@ def _ours(runs: Sequence[Mapping[str, Any]], measure: str) -> str:
 
 
 def _by_client(
-    recipe: Recipe, column: str, rows: Sequence[str], found: Mapping[str, Sequence[Mapping[str, Any]]]
+    recipe: Recipe, column: str, rows: Sequence[str], summaries: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Iterator[list[str]]:
     """A line for each row and measure of which the paper prints a number for each client."""
     for row in rows:
-        ours = found.get(f"{row} | {column}", [])
+        ours = summaries.get(f"{row} | {column}", [])
         for kind, printed in recipe.published.get((row, column), Published()).clients.items():
             each = [s.get(f"{kind}_by_client", {}) for s in ours]
             means = [_said(spread([e[str(c)] for e in each if str(c) in e])) for c in range(len(printed))]

@@ -13,7 +13,7 @@ from typing import Any
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.journal import Event
-from fedstill.report.checks import check, check_looks
+from fedstill.report.checks import check_events, check_looks
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
 
@@ -77,25 +77,25 @@ def find(directories: Sequence[Path]) -> list[Run]:
     for directory in directories:
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
-        found = sorted(_below(directory), key=natural)
-        if not found:
+        run_folders = sorted(_below(directory), key=natural)
+        if not run_folders:
             raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
-        folders.update({f.resolve(): f for f in found})
+        folders.update({f.resolve(): f for f in run_folders})
     if not folders:
         raise ConfigError("no directory of runs was named, e.g. runs/")
-    return [read(folder) for folder in folders.values()]
+    return [read_run(folder) for folder in folders.values()]
 
 
-def read(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
     """A run from its directory; raises CorruptFile naming the file, and the event, that is not what it should be."""
     path = folder / JOURNAL
-    events = journals.read(path)
+    events = journals.read_journal(path)
     by_name: dict[str, list[Event]] = {"start": [], "initial": [], "round": [], "client": [], "measure": []}
     for event in events:
         by_name.setdefault(event["event"], []).append(event)
     start = by_name["start"][0] if by_name["start"] else {}
     initial = by_name["initial"][0] if by_name["initial"] else {}
-    check(path, start, initial, by_name["round"], by_name["client"])
+    check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     return Run(
         folder,
@@ -112,14 +112,14 @@ def read(folder: Path) -> Run:
 
 def _seen(events: Sequence[Event], key: str) -> dict[int, float]:
     measure, *path = key.split("/")
-    found: dict[int, list[float]] = {}
+    by_round: dict[int, list[float]] = {}
     for event in events:
         value: Any = event if event["measure"] == measure else None
         for part in path:
             value = value.get(part) if isinstance(value, Mapping) else None
         if isinstance(value, (int, float)):
-            found.setdefault(event["round"], []).append(float(value))
-    return {number: sum(each) / len(each) for number, each in found.items()}
+            by_round.setdefault(event["round"], []).append(float(value))
+    return {number: sum(each) / len(each) for number, each in by_round.items()}
 
 
 def natural(folder: Path) -> list[tuple[str, float, str]]:

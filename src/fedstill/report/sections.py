@@ -18,11 +18,11 @@ from fedstill.report.markup import (
     figure,
     folded,
     grid,
+    html_table,
     key,
     labelled,
     section,
     sentence,
-    table,
 )
 from fedstill.report.measured import seconds as seconds_of
 from fedstill.report.numbers import Column
@@ -31,24 +31,22 @@ from fedstill.report.summary import NONE, Row, columns, rows
 MOST_REASONS = 12
 
 
-def results(groups: Sequence[Group], style: Style) -> Html:
+def results_section(groups: Sequence[Group], style: Style) -> Html:
     """The table of measures."""
-    found = rows(groups)
-    shown = columns(found)
+    lines = rows(groups)
+    shown = columns(lines)
     head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
     body = [
         [labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
-        for g, r in zip(groups, found, strict=True)
+        for g, r in zip(groups, lines, strict=True)
     ]
-    says = (
-        "One line for each group of runs that differ in their seed only: the mean ± one standard deviation over seeds."
-    )
+    says = "One line for each group of runs that differ only in their seed: mean ± one standard deviation over seeds."
     legend = "; ".join(f"{m.title}: {m.says}" for m in shown)
     legend = f"{legend[:1].upper()}{legend[1:]}." if shown else "No run has finished a round yet."
     return section(
         "Results",
         sentence(says),
-        table(head, body, "numbers wide"),
+        html_table(head, body, "numbers wide"),
         Html(f'<p class="legend" style="margin-top:10px">{escape(legend)}</p>'),
         name="results",
     )
@@ -69,26 +67,26 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     if not figures:
         return None
     says = (
-        "Each line is the mean over seeds, its band one standard deviation to either side. Where accuracy falls while "
-        "F rises, the model lost classes that it already knew."
+        "Each line is the mean over seeds; its band is one standard deviation above and below. Where accuracy"
+        " falls and F rises, the model forgot classes that it knew."
     )
     return section("Learning and forgetting", sentence(says), key(groups, style), grid(figures), name="rounds")
 
 
 def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     """Class-wise accuracy by round; None if it was not measured."""
-    some = [g for g in groups if heatmaps.measured(g)]
+    some = [g for g in groups if heatmaps.has_class_accuracy(g)]
     if not some:
         return None
     views = heatmaps.views(some)
     shares = f"{views[0]}, as shares of each round's sum"
     says = (
-        "Each row is a class, each column a round, the colour the accuracy on that class. A row that turns bright and "
-        "then dark again is a class learned and forgotten. Round 0 is the model before training."
+        "Each row is a class, each column a round. The colour is the accuracy on that class. A row that turns"
+        " bright and then dark again is a class learned and forgotten. Round 0 is the model before training."
     )
-    says += " As shares, a round's accuracies are divided by their sum, and yellow is the largest share of the figure."
+    says += " As shares: a round's accuracies are divided by their sum, and yellow is the largest share in the figure."
     if len(views) > 1:
-        says += " Seeds forget at different times, which their mean smooths over: choose one seed to see it."
+        says += " Seeds forget at different times, and the mean hides that: choose one seed to see it."
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in heatmaps.ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
     drawn = [
@@ -103,19 +101,24 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Which classes are remembered", sentence(says), *parts, name="classes")
 
 
-def split(groups: Sequence[Group]) -> Html | None:
+def split_section(groups: Sequence[Group]) -> Html | None:
     """How the data are dealt out; None if no run has started."""
-    found = heatmaps.splits(groups)
-    if not found:
+    every_split = heatmaps.splits(groups)
+    if not every_split:
         return None
     says = (
-        "How many training examples of each class each client holds: it trains on its own column only. Blank is none. "
-        "Its in-local distribution p is its column divided by its sum, its out-local one (1 - p) / (C - 1)."
+        "How many training examples of each class each client has. It trains on its own column only. Blank: "
+        "none. Its in-local distribution p is its column divided by its sum; its out-local distribution is (1"
+        " - p) / (C - 1)."
     )
-    shown = [(s, kind) for s in found for kind in (heatmaps.KINDS if heatmaps.small(found) else heatmaps.KINDS[:1])]
+    shown = [
+        (s, kind)
+        for s in every_split
+        for kind in (heatmaps.KINDS if heatmaps.small(every_split) else heatmaps.KINDS[:1])
+    ]
     parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
-    if len(found) == 1:
-        parts.append(sentence(f"The same split in all runs: {found[0].name}."))
+    if len(every_split) == 1:
+        parts.append(sentence(f"The same split in all runs: {every_split[0].name}."))
     figures = figure([heatmaps.class_by_client(s, kind) for s, kind in shown], says, name="split")
     return section("How the data are split", sentence(says), *parts, figures, name="split")
 
@@ -129,11 +132,11 @@ def settings(groups: Sequence[Group], style: Style) -> Html:
     if keys:
         head: list[Cell] = ["setting", *(labelled(g, style) for g in groups)]
         body = [[k, *(said(s.get(k, UNSET)) for s in every)] for k in keys]
-        parts = [sentence("The settings in which the groups differ."), table(head, body, "settings")]
+        parts = [sentence("The settings in which the groups differ."), html_table(head, body, "settings")]
     elif len(groups) == 1:
-        parts = [sentence("There is one group only: its runs differ in their seed at most.")]
+        parts = [sentence("There is one group only: its runs differ at most in their seed.")]
     every_equal = folded(
-        f"{len(equal)} settings that are equal in all runs", table(["setting", "value"], equal, "settings")
+        f"{len(equal)} settings that are equal in all runs", html_table(["setting", "value"], equal, "settings")
     )
     return section("Settings", *parts, every_equal, folded("All runs", _runs(groups)), name="settings")
 
@@ -143,12 +146,14 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     some = [g for g in groups if g.started]
     if not some:
         return None
-    times = "A method that costs more a round moves to the right. Both are means over seeds after each round."
-    phases = (
-        "Of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and the rest, such as "
-        "aggregation and checkpoints (lightest)."
+    times = (
+        "A method that takes longer for a round lies further right. Both axes are means over seeds after each round."
     )
-    sent = "What clients sent (up, full colour) and were sent (down, lighter) in a run, mean over seeds."
+    phases = (
+        "Seconds of a run, mean over seeds: training at the clients (full colour), measuring (lighter), and "
+        "the rest, such as aggregation and checkpoints (lightest)."
+    )
+    sent = "Megabytes of a run, mean over seeds: what clients sent (up, full colour) and received (down, lighter)."
     figures = [
         figure([seconds_by_phase(some, style)], phases, "Seconds by phase"),
         figure([megabytes(some, style)], sent, "Megabytes sent"),
@@ -156,9 +161,9 @@ def cost(groups: Sequence[Group], style: Style) -> Html | None:
     if measured(some, "accuracy"):
         figures.insert(0, figure([over_seconds(some, style)], times, "Accuracy by seconds"))
     if any(seconds_of(g) for g in some):
-        looked = "Of a run, mean over seeds: what each measure took; local models are measured at the clients."
+        looked = "Seconds that each measure took in a run, mean over seeds. Local models are measured at the clients."
         figures.append(figure([seconds_by_measure(some, style)], looked, "Seconds by measure"))
-    says = "Seconds depend on the machine and on what else ran on it; bytes do not."
+    says = "Seconds depend on the machine and on what else ran on it. Bytes do not."
     return section("What it costs", sentence(says), key(some, style), grid(figures, "small top"), name="cost")
 
 
@@ -177,9 +182,9 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
             lines.append([labelled(group, style), more, str(rest), NONE, NONE])
     if not lines:
         return None
-    says = "Replies of clients that failed, or whose numbers were refused; their rounds went on without them."
+    says = "Replies of clients that failed, or whose numbers were refused. The rounds went on without them."
     head: list[Cell] = ["", "reason", "times", "clients", "rounds"]
-    return section("Failures", sentence(says), table(head, lines, "wide"), name="failures")
+    return section("Failures", sentence(says), html_table(head, lines, "wide"), name="failures")
 
 
 def _cell(row: Row, measure: Column) -> Cell:
@@ -193,10 +198,10 @@ def _runs(groups: Sequence[Group]) -> Html:
     for group in groups:
         for run in (*group.runs, *group.repeats):
             state = "finished" if run.finished else "unfinished"
-            state += ", left out: this seed is there already" if run in group.repeats else ""
+            state += ", left out: another run has this seed" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
             body.append([str(run.folder), group.label, str(run.seed), f"{reached} of {run.asked}", state])
-    return table(head, body, "settings")
+    return html_table(head, body, "settings")
 
 
 def _ids(events: Sequence[dict[str, object]], key: str) -> str:

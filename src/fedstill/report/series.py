@@ -95,5 +95,5 @@ def _series(curves: Sequence[dict[int, float]]) -> Series:
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    found = spread(values)
-    return None if found is None else found.mean
+    average = spread(values)
+    return None if average is None else average.mean

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fedstill.report.figures import Style, over
 from fedstill.report.groups import Group
-from fedstill.report.markup import Cell, Html, figure, key, labelled, section, sentence, table
+from fedstill.report.markup import Cell, Html, figure, html_table, key, labelled, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.runs import Run
 from fedstill.report.series import over_seeds, trained
@@ -24,18 +24,21 @@ def targets(groups: Sequence[Group], style: Style) -> Html | None:
     head: list[Cell] = ["", "teachers", *(f"{100 * goal:.0f} %" for goal in goals)]
     body: list[list[Cell]] = [[labelled(g, style), _teachers(g), *(_seconds(g, goal) for goal in goals)] for g in some]
     says = (
-        "Seconds of clients' training, summed over clients one after another and side by side alike; measuring and "
-        "saving are left out."
+        "Seconds of training, summed over clients, whether they trained one after another or side by side. "
+        "Measuring and saving are left out."
     )
     reached = (
-        "Seconds of training until the accuracy first reaches a target, mean ± one standard deviation over the seeds "
-        "that reach it, and how many of them do where not all; teachers: how many models teach a client, on average."
+        "Seconds of training until the accuracy first reaches a target: mean ± one standard deviation over "
+        "the seeds that reach it, and how many seeds reach it if not all do. Teachers: how many models teach "
+        "a client, on average."
     )
-    times = "A method that costs more a round moves to the right. Both are means over seeds after each round."
+    times = (
+        "A method that takes longer for a round lies further right. Both axes are means over seeds after each round."
+    )
     drawn = figure([over(some, style, trained, "seconds of training")], times, "Accuracy by seconds of training")
     parts = [sentence(says), key(some, style), drawn]
     if goals:
-        parts += [sentence(reached), table(head, body, "numbers wide")]
+        parts += [sentence(reached), html_table(head, body, "numbers wide")]
     return section("Time to target", *parts, name="targets")
 
 
@@ -57,12 +60,12 @@ def _goals(groups: Sequence[Group]) -> list[float]:
 
 
 def _seconds(group: Group, goal: float) -> str:
-    found = [s for r in group.started if (s := seconds_to(r, goal)) is not None]
-    value = spread(found)
+    times = [s for r in group.started if (s := seconds_to(r, goal)) is not None]
+    value = spread(times)
     if value is None:
         return NONE
     text = f"{value.mean:.3g}" + (f" ± {value.std:.2g}" if value.runs > 1 else "")
-    return text if len(found) == len(group.started) else f"{text} ({len(found)} of {len(group.started)})"
+    return text if len(times) == len(group.started) else f"{text} ({len(times)} of {len(group.started)})"
 
 
 def _teachers(group: Group) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import (
@@ -32,14 +35,35 @@ GAP = 2
 """Columns between two columns of a table."""
 
 
-ENDLESS = 1000
-"""Columns of a standard output that is no terminal: a file or a pipe bears lines of any length."""
+UNBROKEN, SENTENCES = 1000, 100
+"""Columns of a standard output that is no terminal: rows of numbers and paths stay whole there, sentences don't."""
 
 
-def console() -> Console:
-    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says."""
+class _Trimmed(io.TextIOBase):
+    """The standard output without the spaces that a table has at the end of its lines."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def write(self, text: str) -> int:
+        sys.stdout.write(re.sub(r" +(?=\n)", "", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+def console(sentences: bool = False) -> Console:
+    """Where people look: the standard output, as wide as the terminal is, or as ``COLUMNS`` says.
+
+    sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken to be read.
+    """
     here = Console(highlight=False)
-    return here if here.is_terminal or "COLUMNS" in os.environ else Console(highlight=False, width=ENDLESS)
+    if here.is_terminal:
+        return here
+    width = None if "COLUMNS" in os.environ else SENTENCES if sentences else UNBROKEN
+    return Console(highlight=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def percent(value: float | None) -> str:
@@ -69,7 +93,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1,
     return out
 
 
-def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
+def table_in_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
     """A table whose first column holds text, in as many parts as ``width`` columns need; each begins with the first."""
     needs = [max([*(len(word) for word in c.split()), *(len(row[i]) for row in rows)]) for i, c in enumerate(columns)]
     if sum(max(n, len(c)) + GAP for n, c in zip(needs, columns, strict=True)) - GAP <= width:
@@ -84,7 +108,7 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
         yield table([columns[k] for k in part], [[row[k] for k in part] for row in rows], narrow=True)
 
 
-def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
+def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
     """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more."""
     room = max(10, width - 40)
     grouped = -(-len(classes) // room)
@@ -95,7 +119,9 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 
     text = Text(
         f"classes {names if len(names) < width else f'0 to {len(classes) - 1}'}; ", no_wrap=True, overflow="ellipsis"
     )
-    text.append(f"a mark is {'a class' if grouped == 1 else f'{grouped} classes'}, a full one {top:,} examples\n")
+    text.append(
+        f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is {top:,} examples\n"
+    )
     for client, row in enumerate(rows[:most]):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
         text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
@@ -104,7 +130,7 @@ def split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 
     return text
 
 
-def results(compared: Sequence[Group]) -> Table:
+def comparison_table(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
@@ -115,8 +141,8 @@ def results(compared: Sequence[Group]) -> Table:
     ]
     rows = []
     for group in compared:
-        found = [group.mean_spread(m.key) for m in shown]
-        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(found, shown, strict=True)]
+        spreads = [group.mean_spread(m.key) for m in shown]
+        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(spreads, shown, strict=True)]
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, str(len(group.seeds))])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
@@ -182,14 +208,14 @@ class Bar:
         self._bar.update(self._task, completed=event["round"], accuracy=said)
 
     def stop(self) -> bool:
-        """Whether somebody pressed Ctrl-C."""
+        """Whether Ctrl-C was pressed."""
         return self._asked
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
-        self._bar.update(self._task, accuracy="ending after this stage (once more: at once)")
+        self._bar.update(self._task, accuracy="ending after this stage (Ctrl-C again: at once)")
 
 
 def progress(quiet: bool = False) -> Progress:

@@ -1,4 +1,4 @@
-"""What training does to weights: alignment, divergence and diversity; and for whom local models are good."""
+"""What training does to weights: alignment, divergence and diversity; and on which data local models are good."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ LAYERS = {"last hidden layer": "features", "classifier": "classifier"}
 FAINTEST = 0.15
 
 
-def weights(groups: Sequence[Group], style: Style) -> Html | None:
+def weight_changes(groups: Sequence[Group], style: Style) -> Html | None:
     """Alignment, divergence and diversity by round; None if none of them was measured."""
     figures, parts = [], [key(groups, style)]
     if measured(groups, "alignment/layers/features/local"):
         parts.append(choice("layer", "Alignment of the", list(LAYERS)))
         for side, who in (("local", "local models"), ("global", "the new global model")):
-            says = f"Share of units that stand for the same class in {who} as in the model received. Higher keeps more."
+            says = (
+                f"Share of units that stand for the same class in {who} as in the received model. Higher: more is kept."
+            )
             drawn = [lines(groups, style, f"alignment/layers/{k}/{side}", **PERCENT) for k in LAYERS.values()]
             figures.append(figure(drawn, says, f"Alignment, {who}", "layer"))
     if measured(groups, "divergence/mean_l2"):
         says = (
-            "Each point is a client in a round, later ones darker: how unlike its labels are to what the global model "
-            "predicts, and how far training moved its weights. High and right: foreign data pull far."
+            "Each point is a client in a round; later rounds are darker. Horizontal: how far the client's labels "
+            "are from what the global model predicts. Vertical: how far training moved its weights."
         )
         figures.append(figure([_scatter(groups, style)], says, "Weight divergence against distribution distance"))
-        says = "Euclidean distance of local weights from those received, mean over clients."
+        says = "Euclidean distance between local and received weights, mean over clients."
         figures.append(figure([lines(groups, style, "divergence/mean_l2")], says, "Weight divergence by round"))
-        says = "How unlike clients' labels are to what the global model predicts: 0 for equal, 2 for nothing in common."
+        says = (
+            "Distance between a client's labels and what the global model predicts, mean over clients. 0: equal. "
+            "2: nothing in common."
+        )
         figures.append(
             figure([lines(groups, style, "divergence/mean_distance")], says, "Distribution distance by round")
         )
     for name, says in (
-        ("gradients", "Of the clients' gradients at the received model, before training: 1 where all agree."),
-        ("updates", "Of what clients sent back, after the method has done its part: 1 where all agree."),
+        ("gradients", "How far the clients' gradients at the received model differ, before training. 1: all agree."),
+        ("updates", "How far the updates that clients sent differ. 1: all agree."),
     ):
         if measured(groups, f"diversity/{name}"):
             figures.append(figure([lines(groups, style, f"diversity/{name}")], says, f"Diversity of {name}"))
@@ -52,15 +57,25 @@ def personal(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     curves = (
         ("personal/local_train_accuracy", "Local train", "Local models on the data they were trained on."),
-        ("personal/personalised_accuracy", "Personalised", "Local models on test images in their client's own mix."),
+        (
+            "personal/personalised_accuracy",
+            "Personalised",
+            "Local models on test images in their client's class proportions.",
+        ),
         ("accuracy", "Server", "The global model on the whole test set."),
     )
     figures = [figure([lines(groups, style, k, **PERCENT)], says, title) for k, title, says in curves]
     says = (
-        "Three accuracies of one training. High on its own data and low at the server: clients learn for themselves "
-        "and the shared model gains little."
+        "Three accuracies of one training. If local train accuracy is high and server accuracy is low, "
+        "clients learn for themselves and the global model gains little."
     )
-    return section("For whom it learns", sentence(says), key(groups, style), grid(figures, "small"), name="personal")
+    return section(
+        "Local, personalised and server accuracy",
+        sentence(says),
+        key(groups, style),
+        grid(figures, "small"),
+        name="personal",
+    )
 
 
 def _scatter(groups: Sequence[Group], style: Style) -> Figure:

@@ -20,7 +20,7 @@ from fedstill.errors import BadPayload
 from fedstill.records import Group, Payload
 
 MAX_BYTES = 4 << 30
-MAX_HEADER = 8 << 20
+MAX_TENSOR_HEADER = 8 << 20
 MAX_NAME = 512
 _KEY = "fedstill"
 _METADATA = "__metadata__"
@@ -95,8 +95,8 @@ def _note(data: bytes, limit: int) -> dict[str, Any]:
     if len(data) < 8:
         raise BadPayload(f"{len(data)} bytes are too few for a payload")
     (size,) = struct.unpack("<Q", data[:8])
-    if size > min(MAX_HEADER, len(data) - 8):
-        raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_HEADER})")
+    if size > min(MAX_TENSOR_HEADER, len(data) - 8):
+        raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_TENSOR_HEADER})")
     try:
         header = json.loads(data[8 : 8 + size].decode(), object_pairs_hook=_unique)
         note = json.loads(header[_METADATA][_KEY], object_pairs_hook=_unique)
@@ -131,7 +131,7 @@ def _are_names(names: Any) -> bool:
 
 
 def _plain(name: object) -> bool:
-    """Whether a name is printable text of sensible length that, read as a path, would lead nowhere else."""
+    """Whether a name is printable text of sensible length that, read as a path, stays in its folder."""
     return (
         isinstance(name, str)
         and 0 < len(name) <= MAX_NAME

@@ -1,4 +1,4 @@
-"""Privacy of uploaded logits: every image's are clipped, noise is added, and what that is worth is accounted.
+"""Privacy of uploaded logits: every image's are clipped, noise is added, and its epsilon is computed.
 
 What is protected: a client's whole data. Two data sets of one client are neighbours if they differ in any way, so the
 guarantee holds for a client, and all the more for one example. What its training changes in an upload is the matrix of
@@ -36,15 +36,14 @@ GROUP = "logits"
 
 @dataclass(frozen=True)
 class Privacy:
-    """How logits are protected before they leave a client; off if ``clip`` is 0.
-
-    ``clip``: the most that the norm of one image's logits may be. ``noise``: standard deviation on each number, in
-    units of ``clip``. ``delta``: at which epsilon is told.
-    """
+    """How logits are protected before they leave a client; off if ``clip`` is 0."""
 
     clip: NonNegative = 0.0
+    """The largest norm of one image's logits; 0: nothing is protected."""
     noise: NonNegative = 0.0
+    """Standard deviation of the noise on every number, in units of the largest norm."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
+    """At which delta each client's epsilon is computed."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -97,7 +96,7 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
     if excess(0.0) <= 0:
         return 0.0
     enough = r * r / 2 + r * math.sqrt(2 * math.log(1 / delta))  # what its Renyi divergence gives
-    if math.isinf(enough) or not excess(enough) < 0:  # next to no noise: the two terms differ by less than rounding
+    if math.isinf(enough) or not excess(enough) < 0:  # almost no noise: the two terms differ by less than rounding
         return enough
     return float(bisect(excess, 0.0, enough, xtol=1e-12 * enough))
 

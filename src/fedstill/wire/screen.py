@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,11 +36,20 @@ class Rules:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reply that was left out, and why; ``diverged`` if its numbers, and nothing else, were at fault."""
+    """A reply that was left out, and why.
+
+    ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at fault; "unlike", its
+    groups are not those expected; "strange", it is not the reply to what was asked.
+    """
 
     client: int
     reason: str
-    diverged: bool = False
+    kind: Literal["failed", "diverged", "unlike", "strange"] = "strange"
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its numbers, and nothing else, were at fault."""
+        return self.kind == "diverged"
 
 
 def screen(
@@ -49,22 +59,23 @@ def screen(
     replies: Sequence[Reply],
     rules: Rules,
 ) -> tuple[list[Reply], list[Refusal]]:
-    """Replies sorted by client id, and refusals: of failures, strangers, repeats, and payloads other than expected."""
+    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats, and payloads
+    other than expected."""
     accepted: dict[int, Reply] = {}
     sent: dict[int, float] = {}
     refused = []
     for reply in replies:
         bad = _envelope(reply, stage, downs, accepted)
         if bad:
-            refused.append(Refusal(reply.client, bad))
+            refused.append(Refusal(reply.client, bad, "failed" if reply.failure else "strange"))
             continue
         wrong = _content(reply.up, expected(reply.client))
         if wrong:
-            refused.append(Refusal(reply.client, wrong))
+            refused.append(Refusal(reply.client, wrong, "unlike"))
             continue
         wild = _wild(reply.up, downs[reply.client], rules.norm_limit, sent)
         if wild:
-            refused.append(Refusal(reply.client, wild, diverged=True))
+            refused.append(Refusal(reply.client, wild, "diverged"))
             continue
         accepted[reply.client] = reply
     return [accepted[c] for c in sorted(accepted)], refused

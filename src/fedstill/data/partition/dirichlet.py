@@ -21,7 +21,7 @@ from fedstill.fields import Count, Positive, Seed
 from fedstill.keys import numpy_generator
 
 Stream = Literal["official", "fast"]
-BATCH = 64
+DRAWS_AT_ONCE = 64
 """Draws of sizes that the fast stream makes at once."""
 
 
@@ -66,14 +66,14 @@ def dirichlet_draw(
     refuse_too_many("dirichlet", len(labels), clients, min_size)
     owned = class_indices(labels)
     draw = _official if stream == "official" else _fast
-    found = draw(owned, clients, alpha, seed, min_size, max_tries)
-    if found is None:
+    drawn = draw(owned, clients, alpha, seed, min_size, max_tries)
+    if drawn is None:
         raise InfeasiblePartition(
             f"dirichlet: none of {max_tries:,} draws gave each of {clients} clients {min_size} examples "
             f"(alpha {alpha:g}, {len(owned)} classes, {len(labels):,} examples); "
             "raise alpha or max_tries, lower min_size or clients, or try another seed"
         )
-    return found
+    return drawn
 
 
 def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
@@ -107,8 +107,8 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
 
 def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
     rng = numpy_generator(seed)
-    for start in range(0, max_tries, BATCH):
-        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(BATCH, max_tries - start))
+    for start in range(0, max_tries, DRAWS_AT_ONCE):
+        counts = _sizes(rng, [len(indices) for indices in owned], clients, alpha, min(DRAWS_AT_ONCE, max_tries - start))
         accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
         if len(accepted):
             first = int(accepted[0])

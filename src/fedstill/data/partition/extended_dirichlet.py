@@ -33,7 +33,7 @@ def extended_dirichlet(
 ) -> Parts:
     """Give every client ``classes_per_client`` classes, then share each class among its clients by Dir(alpha).
 
-    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is drawn anew,
+    Every example is used. A class allocation that ``max_tries`` draws of shares could not fill is drawn again,
     ``allocations`` times in all; then InfeasiblePartition, or with ``lower_min_size`` the same again with a
     ``min_size`` one smaller (``extended_dirichlet_draw`` says which was reached).
 
@@ -93,7 +93,7 @@ def allocate_classes(
 ) -> list[list[int]]:
     """The clients of every class: each client draws its classes uniformly, until no class has too few clients.
 
-    Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition where no deal can do.
+    Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition if no assignment is possible.
     """
     if classes_per_client > classes:
         raise InfeasiblePartition(

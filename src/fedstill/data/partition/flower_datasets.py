@@ -22,9 +22,9 @@ def flower_datasets(
     partitioner: str = "IidPartitioner",
     options: dict[str, bool | int | float | str] | None = None,
 ) -> Parts:
-    """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees the labels alone.
+    """A partitioner of Flower Datasets, e.g. DirichletPartitioner with options alpha = 0.3; it sees only the labels.
 
-    Raises UnknownName for no such class, ConfigError for what it refuses, or if it is not installed.
+    Raises UnknownName for an unknown class, ConfigError for what it refuses, or if it is not installed.
 
     labels: Class ids (n,).
     seed: What the split is drawn from; unset in a config, it is the run's.

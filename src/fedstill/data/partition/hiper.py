@@ -13,7 +13,7 @@ from fedstill.keys import generator
 
 
 def public_split(examples: int, public: int, seed: int = 42) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(pool, public): which of ``examples`` the clients share, and which ``public`` ones everybody sees.
+    """(pool, public): the positions that the clients share, and the public ones that all see.
 
     Both keep the order of the draw. Raises InfeasiblePartition where nothing would be left for the clients.
     Source: HiPer-FedKD's notebooks: torch's random_split with seed 42; 45,000 and 5,000 of CIFAR-10.

@@ -70,7 +70,7 @@ def _stratified(labels: Labels, even: int, clients: int, stream: np.random.Rando
 
 
 def _equal_sizes(labels: Labels, rest: Labels, clients: int, alpha: float, stream: np.random.RandomState) -> Parts:
-    """Parts of equal size whose class mixes are Dir(alpha) as far as the classes last."""
+    """Parts of equal size whose class mixes are Dir(alpha) as long as examples of the classes remain."""
     if len(rest) < clients:
         raise InfeasiblePartition(
             f"hybrid: {len(rest)} examples are left for {clients} skewed clients; take fewer clients"

@@ -24,8 +24,8 @@ from fedstill.data.partition.rules import Labels, Parts
 def cached(split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.0, **fields: Any) -> Parts:
     """``split(labels=labels, **fields)``, read from the cache folder if an earlier call took over ``slow_seconds``.
 
-    The key covers the labels, the fields and the source of the split's module, so that an edited split is drawn anew; a
-    split without readable source is never kept. A damaged or unwritable cache is as none.
+    The key covers the labels, the fields and the source of the split's module, so that an edited split is drawn again;
+    a split without readable source is never kept. A damaged or unwritable cache counts as none.
     """
     path = _path(split, labels, fields)
     if path is not None and (parts := _read(path, len(labels))) is not None:

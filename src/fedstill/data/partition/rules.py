@@ -1,4 +1,4 @@
-"""What every split keeps to: labels and parameters checked at the door, no client empty, no example given twice."""
+"""Rules for every split: labels and parameters are checked first, no client is empty, no example is given twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedstill.registry import register
 
 Labels = NDArray[np.int64]
 Parts = list[NDArray[np.int64]]
-P = ParamSpec("P")
+Arguments = ParamSpec("Arguments")
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Draw:
     min_size: int
 
 
-def partition(name: str) -> Callable[[Callable[P, Parts]], Callable[P, Parts]]:
+def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Arguments, Parts]]:
     """Register a split under a name, and check its labels, its ranges and its outcome.
 
     Raises DataError for labels that are no class ids, ConfigError for a parameter outside its annotated range,
     InfeasiblePartition for a client without examples.
     """
 
-    def decorate(split: Callable[P, Parts]) -> Callable[P, Parts]:
+    def decorate(split: Callable[Arguments, Parts]) -> Callable[Arguments, Parts]:
         signature = inspect.signature(split)
         hints = get_type_hints(split, include_extras=True)
 
         @functools.wraps(split)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> Parts:
+        def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Parts:
             bound = signature.bind(*args, **kwargs)
             bound.arguments["labels"] = checked_labels(bound.arguments["labels"])
             for key in bound.arguments.keys() & hints.keys() - {"labels"}:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from fedstill.data.sources import checksums
 from fedstill.data.sources.checksums import Sums
-from fedstill.data.sources.cifar100_names import CIFAR100 as CIFAR100_NAMES
+from fedstill.data.sources.cifar100_names import CIFAR100_NAMES
 
 HALF = (0.5,)
 

@@ -10,4 +10,4 @@ _NAMES = """
     sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle
     wardrobe whale willow_tree wolf woman worm
 """
-CIFAR100 = tuple(_NAMES.split())
+CIFAR100_NAMES = tuple(_NAMES.split())

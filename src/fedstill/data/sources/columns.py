@@ -16,7 +16,7 @@ from PIL import Image
 from fedstill.data.sources.decoded import Decoded
 from fedstill.errors import DataError
 
-BATCH = 1000
+ROWS_AT_ONCE = 1000
 USUAL_LABELS = ("label", "fine_label")
 MODES = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "RGB": "RGB", "RGBA": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}
 """What a kind of image is decoded to; a kind that is not listed has no 8-bit form to be read in."""
@@ -80,12 +80,12 @@ def _rows(what: str, stream: Any, image: str, label: str, size: int | None) -> t
     stream = stream.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
     blocks: list[NDArray[np.uint8]] = []
     labels: list[Any] = []
-    for batch in stream.iter(batch_size=BATCH):
+    for batch in stream.iter(batch_size=ROWS_AT_ONCE):
         first = blocks[0][0] if blocks else None
         blocks.append(_stack(what, batch[image], len(labels), first, size))
         labels += batch[label]
     if not blocks:
-        raise DataError(f"{what} holds no examples; leave the file out or fetch it anew")
+        raise DataError(f"{what} holds no examples; leave the file out or download it again")
     for k, value in enumerate(labels):
         if value is None or isinstance(value, float):
             raise DataError(f"{what}: example {k} has the label {value!r}; labels are class ids or names")
@@ -119,7 +119,7 @@ def pixels_of(what: str, cell: Any, k: int, size: int | None) -> NDArray[np.uint
                 raise DataError(f"{what}: example {k} is an image of kind {picture.mode}; save it as 8-bit grey or RGB")
             plain = picture.convert(MODES[picture.mode])
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{what}: example {k} is no image that can be decoded ({error}); replace it") from error
+        raise DataError(f"{what}: example {k} cannot be decoded as an image ({error}); replace it") from error
     if size is not None and plain.size != (size, size):
         plain = plain.resize((size, size), Image.Resampling.BICUBIC)
     array = np.asarray(plain)

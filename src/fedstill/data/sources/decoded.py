@@ -1,4 +1,4 @@
-"""Decoded data sets on disk: written once, whole or not at all, and memory-mapped ever after."""
+"""Decoded data sets on disk: written once, whole or not at all, and memory-mapped afterwards."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) ->
     """The decoded form of what ``origin`` describes, from the cache folder or else from ``decode``, which fills it.
 
     origin: JSON-able; all that the outcome depends on. Safe for several processes at once: one decodes, the others
-    wait. A damaged entry is decoded anew; where the cache cannot be written, the arrays stay in memory.
+    wait. A damaged entry is decoded again; where the cache cannot be written, the arrays stay in memory.
     """
     key = hashlib.sha256(json.dumps([LAYOUT, origin], sort_keys=True, default=str).encode()).hexdigest()[:16]
     folder = cache_folder() / "decoded" / f"{re.sub(r'[^A-Za-z0-9_-]+', '-', name)}-{key}"

@@ -12,12 +12,12 @@ from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.idx import is_idx, read_idx
 from fedstill.data.sources.npz import read_npz
 from fedstill.data.sources.streams import parquet_files, read_image_folder, read_parquet
-from fedstill.data.sources.verify import checked
+from fedstill.data.sources.verify import verified
 from fedstill.errors import DataError
 
 
 def data_root(folder: str | Path | None) -> Path | None:
-    """Where local folders of data lie: ``folder``, or the environment's ``FEDSTILL_DATA``, or nowhere."""
+    """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
     given = folder if folder is not None else os.environ.get("FEDSTILL_DATA")
     return Path(given).expanduser() if given else None
 
@@ -39,7 +39,7 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
         if not files:
             raise DataError(f"{place} is empty; it needs parquet files, or images in folders named by their class")
         data = _decode(place, columns)
-        return checked(name, hold_out(data) if "train" in data.splits else data, known)
+        return verified(name, hold_out(data) if "train" in data.splits else data, known)
 
     return kept(name, origin, decode)
 

@@ -40,9 +40,9 @@ def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     except FileNotFoundError:
         raise DataError(f"{path} is absent; the four IDX files belong in one folder") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged ({error}); fetch it anew") from error
+        raise DataError(f"{path} is damaged ({error}); download it again") from error
     start = 4 + 4 * dimensions
     shape = np.frombuffer(data[4:start], dtype=">i4").tolist() if len(data) >= start else []
     if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) != start + math.prod(shape):
-        raise DataError(f"{path} is no IDX file of {dimensions} dimension(s), or is cut short; fetch it anew")
+        raise DataError(f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it again")
     return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)

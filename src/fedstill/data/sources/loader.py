@@ -14,20 +14,20 @@ from fedstill.data.sources.folders import data_root, local_folder, read_folder
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
-from fedstill.data.sources.verify import checked
+from fedstill.data.sources.verify import verified
 from fedstill.errors import ConfigError, DataError, UnknownName
 from fedstill.registry import lookup, names
 
 FIELDS = ("image_column", "label_column", "mean", "size", "std")
-"""What may be said of data that are not in the catalogue."""
+"""Options for data that are not in the catalogue."""
 
 
-def load(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
+def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
     """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
 
     name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to parquet files
     or to images by class, ``"owner/name"`` on the Hugging Face hub, or one's own function ``"mine.py:data"``.
-    folder: where local folders lie; default: the environment's ``FEDSTILL_DATA``.
+    folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
     fields: for folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size), ``mean``,
     ``std``.
     Data without a test split have a stratified fifth held out.
@@ -57,7 +57,7 @@ def load_known(known: Known, folder: str | Path | None, size: int | None = None)
         raise DataError(f"dataset {known.name!r} is not here: {where}; {known.remedy}")
     hub, remedy = known.hub, f"{where}; {known.remedy}"
     origin = {"hub": hub, "columns": vars(columns), "known": repr(known)}
-    data = kept(known.name, origin, lambda: checked(hub, read_hub(hub, columns, remedy), known))
+    data = kept(known.name, origin, lambda: verified(hub, read_hub(hub, columns, remedy), known))
     return as_dataset(known.name, data, known.mean, known.std)
 
 
@@ -76,7 +76,7 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         remedy = f"check the name and the network, or make a folder {path} of parquet files"
         origin = {"hub": name, "columns": vars(columns)}
-        data = kept(name, origin, lambda: checked(name, hold_out(read_hub(name, columns, remedy))))
+        data = kept(name, origin, lambda: verified(name, hold_out(read_hub(name, columns, remedy))))
     elif "/" in name or name.startswith((".", "~")):
         raise DataError(f"there is no folder {path}; give a folder of parquet files, or of images by class")
     else:

@@ -11,7 +11,7 @@ from fedstill.data.sources.decoded import kept
 from fedstill.data.sources.digits import read_digits
 from fedstill.data.sources.loader import load_known
 from fedstill.data.sources.tensors import as_dataset
-from fedstill.data.sources.verify import checked
+from fedstill.data.sources.verify import verified
 from fedstill.fields import Count
 from fedstill.registry import register
 
@@ -22,7 +22,7 @@ Folder = str | Path | None
 def digits(folder: Folder = None) -> Dataset:
     """1,797 handwritten digits, 8×8 grey, that ship with scikit-learn; a fifth is held out for the test."""
     known = catalog.DIGITS
-    data = kept("digits", {"sums": known.sums}, lambda: checked("digits", read_digits(), known))
+    data = kept("digits", {"sums": known.sums}, lambda: verified("digits", read_digits(), known))
     return as_dataset("digits", data, known.mean, known.std)
 
 

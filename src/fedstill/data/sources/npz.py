@@ -21,10 +21,12 @@ def read_npz(path: Path) -> Decoded:
     """
     try:
         with np.load(path, allow_pickle=False) as archive:
-            found = {s: k for s, k in SPLITS.items() if f"{k}_images" in archive.files}
-            splits = {s: _split(archive[f"{k}_images"], archive[f"{k}_labels"]) for s, k in found.items()}
+            stored = {s: k for s, k in SPLITS.items() if f"{k}_images" in archive.files}
+            splits = {s: _split(archive[f"{k}_images"], archive[f"{k}_labels"]) for s, k in stored.items()}
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is damaged or no archive of images and labels ({error}); fetch it anew") from error
+        raise DataError(
+            f"{path} is damaged or not an archive of images and labels ({error}); download it again"
+        ) from error
     return Decoded(splits, None)
 
 

@@ -27,18 +27,18 @@ HUB_SECONDS = 10
 
 def parquet_files(folder: Path) -> dict[str, list[Path]]:
     """The parquet files of every split, by the first word of the file's name or else its folder's; no word is train."""
-    found: dict[str, list[Path]] = {}
+    by_split: dict[str, list[Path]] = {}
     for path in sorted(folder.rglob("*.parquet")):
         words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
         split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
-        found.setdefault(split, []).append(path)
-    return found
+        by_split.setdefault(split, []).append(path)
+    return by_split
 
 
 def read_parquet(folder: Path, columns: Columns) -> Decoded:
     """A folder of parquet files in the Hugging Face layout; DataError if one is damaged or has no image and label."""
     files = {split: [str(path) for path in paths] for split, paths in parquet_files(folder).items()}
-    with _reading(str(folder), "the file is damaged or no image data; fetch or write it anew"):
+    with _reading(str(folder), "the file is damaged or not image data; download or write it again"):
         import datasets
 
         streams = datasets.load_dataset("parquet", data_files=files, streaming=True)

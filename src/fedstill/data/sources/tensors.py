@@ -11,7 +11,7 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.data.sources.catalog import HALF
 from fedstill.data.sources.decoded import Decoded
-from fedstill.data.sources.verify import checked
+from fedstill.data.sources.verify import verified
 from fedstill.errors import ConfigError, DataError
 from fedstill.records import Examples
 
@@ -42,7 +42,7 @@ def from_tensors(
                 f"not whole numbers of shape ({len(images)},)"
             )
         arrays[split] = (images.cpu().numpy(), labels.cpu().numpy().astype(np.int64))
-    return as_dataset(name, checked(name, Decoded(arrays, tuple(classes) if classes else None)), mean, std)
+    return as_dataset(name, verified(name, Decoded(arrays, tuple(classes) if classes else None)), mean, std)
 
 
 def as_dataset(

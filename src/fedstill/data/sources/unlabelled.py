@@ -15,7 +15,7 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff",
 
 
 def images_in(place: Path) -> list[Path]:
-    """The image files that lie in a folder itself, sorted by name: where there are some, the folder has no classes."""
+    """The image files directly in a folder, sorted by name: where there are some, the folder has no classes."""
     return sorted(p for p in place.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
 
 

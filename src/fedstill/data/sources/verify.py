@@ -17,7 +17,7 @@ BLOCK = 4096
 """Images hashed at once, so that no second copy of a large data set is made."""
 
 
-def checked(name: str, data: Decoded, known: Known | None = None) -> Decoded:
+def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
     """``data`` with class names filled in; DataError with the first thing wrong, and what to do.
 
     Anything: a train and a test split, equal shapes, every label the id of a class. A known data set: its sizes, its
@@ -76,7 +76,7 @@ def _plain(names: Iterable[str]) -> list[str]:
 
 def _check_known(known: Known, data: Decoded) -> None:
     sizes = {split: len(data.splits[split][1]) for split in ORDER if split in data.splits}
-    remedy = "the files are incomplete or other data: fetch them anew, or give the folder another name"
+    remedy = "the files are incomplete or other data: download them again, or give the folder another name"
     wrong = {s: n for s, n in known.sizes.items() if sizes.get(s) != n}
     if wrong:
         raise DataError(f"{known.name} has {sizes} examples, not {dict(known.sizes)}; {remedy}")

@@ -17,7 +17,7 @@ Does = Callable[[Request], SiteReply]
 
 
 def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) -> ClientApp:
-    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and who works for it."""
+    """The app of a node; ``clerk_of`` gives the number of the client that the node is, and its clerk."""
     require_flower()
     from flwr.app import ConfigRecord, Message, RecordDict
     from flwr.clientapp import ClientApp

@@ -48,7 +48,7 @@ class Desk:
             raise CorruptFile(f"the memory that counts, {version[0]}, cannot be used at this site: {error}") from error
 
     def kept(self, request: Request) -> SiteReply | None:
-        """The answer already given to this very request, if it is still here and whole."""
+        """The answer already given to the same request, if it is still here and whole."""
         path = self.place / _reply(request.stage)
         try:
             stored = decode(path.read_bytes())
@@ -63,7 +63,7 @@ class Desk:
         return answer
 
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
-        """Write the memory, then the reply, then let go of what is too old; the answer with its memory's version."""
+        """Write the memory, then the reply, then delete what is too old; the answer with its memory's version."""
         make_folder(self.place)
         sweep(self.place)
         if memory:

@@ -1,4 +1,4 @@
-"""The clients behind a Flower grid: who is where, and asking many of them at once, with a deadline and retries."""
+"""The clients behind a Flower grid: which node is which, and asking many at once, with a deadline and retries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Patience:
     """How long a stage may take and how often a message is sent again.
 
     ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the deadline. ``retries``:
-    how often a message is sent again that Flower lost, or that nobody has answered in its share of the deadline: what a
+    how often a message is sent again that Flower lost, or that has no answer in its share of the deadline: what a
     node held when it restarted is gone, and Flower does not say so if it is back soon. ``poll``: seconds between looks.
     ``max_bytes``: of an answer.
     """
@@ -54,7 +54,7 @@ class Patience:
 
 @dataclass
 class _Call:
-    """One client's request: the messages under way, how often and when last it was sent, what became of it."""
+    """One client's request: the messages under way, how often and when last it was sent, its result."""
 
     request: Request
     sent: int = 0
@@ -93,7 +93,7 @@ class Fleet:
         return not call.messages or (call.sent <= self.patience.retries and self.clock.monotonic() >= call.again)
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
-        """The nodes of each client that are online; nodes not met before are asked who they are."""
+        """The nodes of each client that are online; new nodes are asked which client they are."""
         online = [int(n) for n in self.grid.get_node_ids()]
         for message in self.grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(message.metadata.reply_to_message_id, None)

@@ -1,4 +1,6 @@
-"""The Flower engine: clients elsewhere do a stage; it only carries. The server's own stages run in this process."""
+"""The Flower engine: clients on other machines do a stage, to which it only sends messages.
+
+The server's own stages run in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class Asks(Protocol):
 class FlowerEngine:
     """``here`` does the stages of the server; ``request`` makes a request of what is known of the run and a payload.
 
-    What clients remember lies on their own disks; ``memory.index`` says which version of each the run counts.
+    What clients remember is on their own disks; ``memory.index`` says which version of each the run counts.
     """
 
     here: SerialEngine

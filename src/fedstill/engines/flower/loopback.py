@@ -18,8 +18,8 @@ class LoopbackGrid:
 
     Node ids are large numbers in no order and replies come last first, as in a deployment: nothing may depend on them.
     ``bytes_down``, ``bytes_up`` count whole serialised messages, ``sent`` the messages. It leans on names of Flower's
-    that are not public (how a message is serialised and gets its id), which a test watches. Its time passes by waiting
-    alone: a reply that is not there at once never comes, and nobody needs to wait for it.
+    that are not public (how a message is serialised and gets its id), which a test watches. Its time passes only
+    by waiting: a reply that is not there at once never comes, so no caller needs to wait for it.
     """
 
     def __init__(self, app: ClientApp, clients: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class LoopbackGrid:
         return str(self.sent)
 
     def deliver(self, node: int, data: bytes) -> bytes | None:
-        """What a node makes of a message: its reply, or Flower's error reply if its app raises; None: no reply."""
+        """A node's answer to a message: its reply, or Flower's error reply if its app raises; None: no reply."""
         from flwr.app import Error, Message
 
         message = parsed(data)

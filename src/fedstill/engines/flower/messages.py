@@ -20,7 +20,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-"""Flower and Ray as fedstill runs them: they report to nobody, and install nothing while they run."""
+"""Flower and Ray as fedstill runs them: they send no reports, and install nothing while they run."""
 
 STAGE, WHOAMI = "train.stage", "query.whoami"
 """The two actions of the app: every stage of every method, and which client a node is."""

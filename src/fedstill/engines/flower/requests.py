@@ -56,7 +56,7 @@ class Request:
         h = _json(header)
         stage = _typed(h, "stage", list)
         if len(stage) != 6:
-            raise BadPayload("stage has not six parts")
+            raise BadPayload("stage does not have six parts")
         names = dict(zip(("round", "index", "name", "clients", "view", "hop"), stage, strict=True))
         texts = {k: _typed(h, k, str) for k in ("version", "config", "sha", "run")}
         if not texts["run"].isalnum():

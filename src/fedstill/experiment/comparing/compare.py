@@ -1,4 +1,4 @@
-"""Several runs side by side, as many at once as the machine bears; the same command goes on with them."""
+"""Several runs side by side, as many at once as fit on the machine; the same command goes on with them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ SAME_BITS = ("serial", "pooled")
 
 @dataclass
 class Outcome:
-    """How far a run has come: rounds done, the last accuracy, and what went wrong, if anything did."""
+    """How far a run has come: rounds done, the last accuracy; what went wrong, if anything did, and its traceback."""
 
     variant: Variant
     rounds: int
@@ -38,6 +39,7 @@ class Outcome:
     accuracy: float | None = None
     state: str = "waiting"
     problem: str = ""
+    trace: str = ""
     exit_code: int = 0
     _read: int = field(default=0, repr=False)
 
@@ -55,17 +57,19 @@ class Outcome:
 
 
 def jobs_that_fit() -> int:
-    """How many runs to do at once: one a core, as far as memory goes."""
+    """How many runs to do at once: one a core, fewer if there is not enough memory."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(cores(), int(free / BYTES_A_RUN)))
 
 
-def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
+def compare(
+    runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None], debug: bool = False
+) -> list[Outcome]:
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
     A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
     fails does not stop the others. The first Ctrl-C lets running stages end and starts nothing new; the second ends at
-    once. Raises RunExists for a folder that holds another run.
+    once. ``debug``: as for ``run``. Raises RunExists for a folder that holds another run.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     for outcome in outcomes:
@@ -82,7 +86,8 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
-                running[pool.submit(_do, ready.variant.experiment, ready.variant.folder, workers)] = ready
+                experiment, folder = ready.variant.experiment, ready.variant.folder
+                running[pool.submit(_do, experiment, folder, workers, debug)] = ready
             if asked.stop and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -94,22 +99,22 @@ def compare(runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcom
     return outcomes
 
 
-Answer = tuple[int, str]
-"""A run's exit code, and what went wrong."""
+Answer = tuple[int, str, str]
+"""A run's exit code, what went wrong, and its traceback."""
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
-    """The first that waits for no other run; None if all do."""
+    """The first that does not wait for another run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
     return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
 
-def _do(experiment: Experiment, folder: Path, workers: str) -> Answer:
+def _do(experiment: Experiment, folder: Path, workers: str, debug: bool) -> Answer:
     """Carry out one run, or go on with it."""
     from fedstill.experiment.running import runner
 
     if (folder / "summary.json").is_file():
-        return 0, ""
+        return 0, "", ""
     os.environ[WORKERS] = workers
     watch = StopsWhenAsked()
     signal.signal(signal.SIGINT, watch.ask)
@@ -117,28 +122,29 @@ def _do(experiment: Experiment, folder: Path, workers: str) -> Answer:
     try:
         with watch.working:
             if (folder / "config.toml").is_file():
-                runner.resume(folder, watch=watch)
+                runner.resume(folder, watch=watch, debug=debug)
             else:
-                runner.run(experiment, folder, watch=watch)
+                runner.run(experiment, folder, watch=watch, debug=debug)
     except Exception as error:
         return _answer(error)
-    return 0, ""
+    return 0, "", ""
 
 
 def _answer(error: BaseException) -> Answer:
     from fedstill.experiment.progress import Interrupted
 
     if isinstance(error, Interrupted):
-        return 1, "stopped; the same command goes on with it"
+        return 1, "stopped; the same command continues it", ""
+    trace = "".join(traceback.format_exception(error))
     if isinstance(error, FedstillError):
-        return error.exit_code, str(error)
-    return 1, f"{type(error).__name__}: {error}"
+        return error.exit_code, str(error), trace
+    return 1, f"{type(error).__name__}: {error}", trace
 
 
 def _finish(outcome: Outcome, future: Future[Answer]) -> None:
     """Note how a run ended."""
     error = future.exception()
-    outcome.exit_code, outcome.problem = _answer(error) if error else future.result()
+    outcome.exit_code, outcome.problem, outcome.trace = _answer(error) if error else future.result()
     outcome.state = "failed" if outcome.exit_code else "finished"
 
 
@@ -153,6 +159,6 @@ def check_folder(variant: Variant) -> None:
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """What makes it this run and no other: all but an engine whose bits are the serial engine's, or that was chosen."""
+    """The settings that identify a run: all but an engine with the serial engine's bits, or one that ``auto`` chose."""
     same = settings.engine in SAME_BITS or wanted.engine == "auto"
     return {**settings.tree, "engine": "serial"} if same else settings.tree

@@ -22,7 +22,7 @@ USUAL = ("accuracy", "forgetting")
 """What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
 
 
-APART = ("measured", "clients")
+BESIDE_VALUES = ("measured", "clients")
 """What a cell may hold beside its numbers in percent."""
 
 ONLY = "only"
@@ -65,14 +65,14 @@ class Recipe:
         Raises UnknownName for a pattern that matches nothing.
         """
         every = [(r, c) for c in self.columns for r in self.rows if c in self.only.get(r, self.columns)]
-        found: dict[tuple[str, str], None] = {}
+        matching: dict[tuple[str, str], None] = {}
         for pattern in patterns or ("*:*",):
             row, _, column = pattern.partition(":")
             wanted = [(r, c) for r, c in every if _like(r, row) and _like(c, column or "*")]
             if not wanted:
                 raise UnknownName("cell", pattern, [f"{r}:{c}" for r, c in every], where=self.name)
-            found.update(dict.fromkeys(wanted))
-        return list(found)
+            matching.update(dict.fromkeys(wanted))
+        return list(matching)
 
     def variants(
         self, cells: Sequence[tuple[str, str]], seeds: Sequence[int], changes: Mapping[str, Any], out: Path
@@ -81,7 +81,7 @@ class Recipe:
 
         Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as long as it is.
         """
-        found = []
+        runs = []
         for row, column in cells:
             tree = {**self.common, **self.columns[column], **self.rows[row]}
             folder = _folder(out, f"{column} {row}")
@@ -91,8 +91,8 @@ class Recipe:
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
                 experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
-                found.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
-        return found
+                runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
+        return runs
 
     def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
         if name not in self.starts:
@@ -102,7 +102,7 @@ class Recipe:
         return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:
-        """Where its runs go unless said otherwise: a folder of its own for every reduced size."""
+        """The default folder of its runs: one for every reduced size."""
         base = Path("runs") / self.name.replace("/", "-")
         if not changes:
             return base
@@ -110,17 +110,17 @@ class Recipe:
         return base.with_name(f"{base.name}-reduced-{key}")
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """The recipes there are, as ``paper/table``."""
     root = resources.files("fedstill.recipes")
     folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_")]
     return sorted(f"{f.name}/{t.name.removesuffix('.toml')}" for f in folders for t in f.iterdir() if _is_toml(t))
 
 
-def load(name: str) -> Recipe:
+def load_recipe(name: str) -> Recipe:
     """A recipe by its name; raises UnknownName with the nearest one."""
-    if name not in names():
-        raise UnknownName("recipe", name, names())
+    if name not in recipe_names():
+        raise UnknownName("recipe", name, recipe_names())
     paper, _, table = name.partition("/")
     text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
     tree = tomllib.loads(text)
@@ -131,15 +131,15 @@ def load(name: str) -> Recipe:
     published: dict[tuple[str, str], Published] = {}
     for row, cells in tree["published"].items():
         for column, cell in cells.items():
-            strange = sorted(set(cell) - {*measures, "spread", *APART})
+            strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
             if strange:
-                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is none of its measures")
-            values = {k: v for k, v in cell.items() if k not in APART}
-            published[row, column] = Published(values, **{k: cell[k] for k in APART if k in cell})
+                raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures")
+            values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
+            published[row, column] = Published(values, **{k: cell[k] for k in BESIDE_VALUES if k in cell})
     only = {row: setting.pop(ONLY) for row, setting in tree["rows"].items() if ONLY in setting}
     strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
     if strange:
-        raise ConfigError(f"recipe {name}: {strange[0]!r}, which a row is only for, is none of its columns")
+        raise ConfigError(f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist")
     return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts, only)
 
 

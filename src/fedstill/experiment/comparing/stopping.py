@@ -1,4 +1,4 @@
-"""Stopping a comparison: who started it is asked once to end it well, and its workers end with it."""
+"""Stopping a comparison: the first Ctrl-C lets running stages end, the second ends at once; workers end with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 
 class Asked:
-    """Whether somebody pressed Ctrl-C or ended it, which the workers are told; the second time it ends at once."""
+    """Whether Ctrl-C was pressed or the process was ended; the workers are told. The second time it ends at once."""
 
     def __init__(self, event: Event) -> None:
         self.event, self.stop = event, False
@@ -44,7 +44,7 @@ class StopsWhenAsked:
 
     @classmethod
     def listen(cls, event: Event) -> None:
-        """Stop when this is set, too; and do not wait for more work when there is nobody to give it."""
+        """Stop when this is set, too; end when the process that gives work has ended."""
         cls.event = event
         Thread(target=cls._end_with_parent, daemon=True).start()
 
@@ -68,6 +68,6 @@ class StopsWhenAsked:
         """Nothing."""
 
     def stop(self) -> bool:
-        """Whether a signal came, here or where the comparison was started, or the latter is no more."""
+        """Whether a signal came, here or in the process that started the comparison, or that process has ended."""
         parent = multiprocessing.parent_process()
         return self.asked > 0 or self.event.is_set() or not (parent and parent.is_alive())

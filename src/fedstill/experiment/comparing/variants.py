@@ -69,7 +69,7 @@ def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Varia
 
 
 def with_starts(runs: Sequence[Variant]) -> list[Variant]:
-    """The runs, each behind the one that it starts from; a start that several share is there once."""
+    """The runs, each after the one that it starts from; a start that several share occurs once."""
     by_folder: dict[Path, Variant] = {}
     for run in runs:
         for one in (run.after, run):
@@ -79,7 +79,7 @@ def with_starts(runs: Sequence[Variant]) -> list[Variant]:
 
 
 def new_folder(name: str) -> Path:
-    """A folder under ``runs/`` that is not there yet."""
+    """A folder under ``runs/`` that does not exist yet."""
     return next(p for i in itertools.count(1) if not (p := Path("runs") / f"{name}-{i}").exists())
 
 

@@ -1,4 +1,4 @@
-"""Who has which network: ``[clients] models`` by list, by share or by client; what is not said has the server's."""
+"""Which client has which network: ``[clients] models`` by list, share or client; the others have the server's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SUM = 1e-6
 
 
 def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable[[str], str]) -> Any:
-    """What a config says of clients' networks, names resolved and fields checked, in the form in which it was said.
+    """The clients' networks as the config writes them, with names resolved and fields checked.
 
-    A list is dealt out in turn, or by share if its tables have a ``share``; a table of names and numbers is shares; a
+    A list is given out in turn, or by share if its tables have a ``share``; a table of names and numbers is shares; a
     table of client ids (``"3"``, ``"0-2"``) is by client. A network is a name, or a table of ``name`` and its fields.
     Raises ConfigError in one line that names the key.
     """
     if isinstance(said, Mapping):
         shared = bool(said) and all(_number(v) for v in said.values())
-        found = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
-        out: Any = found if shared else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in found.items()}
+        resolved = {(resolve(str(k)) if shared else str(k)): v for k, v in said.items()}
+        out: Any = resolved if shared else {k: _network(v, f"{KEY}.{k}", base, resolve) for k, v in resolved.items()}
     else:
         out = tuple(_network(v, f"{KEY}[{i}]", base, resolve) for i, v in enumerate(said))
     assigned(out, clients)
@@ -66,7 +66,7 @@ def dealt(shares: Sequence[float], clients: int) -> list[int]:
 
 
 def words(said: Any) -> Iterator[str]:
-    """Every text in what a config says of clients' networks: names of code are among them."""
+    """Every text in the config's entry on clients' networks; names of code are among them."""
     if isinstance(said, str):
         yield said
     elif isinstance(said, Mapping):
@@ -81,11 +81,11 @@ def words(said: Any) -> Iterator[str]:
 def _by_client(models: Mapping[str, Any], clients: int) -> list[tuple[str, dict[str, Any]] | None]:
     out: list[tuple[str, dict[str, Any]] | None] = [None] * clients
     for key, network in models.items():
-        found = IDS.fullmatch(key)
-        if not found:
+        ids = IDS.fullmatch(key)
+        if not ids:
             raise ConfigError(f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares")
-        first = int(found[1])
-        last = int(found[2] or first)
+        first = int(ids[1])
+        last = int(ids[2] or first)
         if not first <= last < clients:
             raise ConfigError(f"{KEY}.{key}: clients are 0 to {clients - 1}")
         for client in range(first, last + 1):

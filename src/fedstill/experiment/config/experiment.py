@@ -1,4 +1,4 @@
-"""An experiment as it was asked for: a config file, what goes over it, and where each value came from."""
+"""An experiment as it was asked for: a config file, its overrides, and where each value came from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Table = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Experiment(TopKeys):
-    """One run as it was asked for: only what differs from the defaults needs to be said.
+    """One run as it was asked for: it holds only what differs from the defaults.
 
     The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
     checked when the run is settled, not here. ``origins`` says where a dotted key came from, ``base`` is the folder

@@ -1,4 +1,4 @@
-"""Tables that name a registered thing, a method say, and set its fields."""
+"""Tables that name a registered thing, such as a method, and set its fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMED = {
 """Tables that name a registered thing: under which key, and which one if none is named."""
 
 DEFAULTS: dict[str, dict[str, Any]] = {"dirichlet": {"alpha": 0.1}, "sharding": {"shards": 2}}
-"""Values for parameters that a partition asks for and that we choose if nobody does."""
+"""Values for parameters that a partition asks for and that we choose if the user does not."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Named:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The table of a config that says the same."""
+        """The same as a table of a config."""
         return {NAMED[self.kind][0]: self.name, **self.values}
 
     def build(self) -> Any:
@@ -64,7 +64,7 @@ def read_named(
     """
     key, first = NAMED[kind]
     given = dict(table)
-    if kind in ("partition", "topology"):  # the number of clients stands in either, and is no field of them
+    if kind in ("partition", "topology"):  # the number of clients may be in both tables, and is a field of neither
         given.pop("clients", None)
     name = given.pop(key, default or first)
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Values given beside a config: ``key=value`` for one run, ``key=value,value`` for a grid of runs."""
+"""Values given in addition to a config: ``key=value`` for one run, ``key=value,value`` for a grid of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths and data sets' names in a config: relative to the config's folder, and whole in a run's config.toml."""
+"""Paths and data sets' names: relative to the config's folder in a config, absolute in a run's config.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedstill.fields import shown
 
 
 def whole_path(path: str, base: Path | None, key: str) -> Path:
-    """A path as it is written in a config; raises ConfigError naming the key for what cannot be one."""
+    """A path of a config as an absolute one; raises ConfigError naming the key if it cannot be a path."""
     try:
         place = ((base or Path.cwd()) / Path(path).expanduser()).resolve()
         place.exists()
@@ -20,7 +20,7 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
 
 
 def resolved_data_name(name: str, base: Path | None) -> str:
-    """A data set's name, or the whole path of the file or folder that it is."""
+    """A data set's name, or the absolute path if it is a file or a folder."""
     if name in registry.names("dataset"):
         return name
     path, colon, attribute = name.partition(":")

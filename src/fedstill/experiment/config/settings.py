@@ -52,7 +52,7 @@ class Settings(TopKeys):
 
     @property
     def rules(self) -> Rules:
-        """What the server takes of clients' replies."""
+        """Which replies the server accepts."""
         return self.of_clients.rules
 
     @property
@@ -87,7 +87,7 @@ class Settings(TopKeys):
 
 
 def as_toml(tree: Mapping[str, Any]) -> str:
-    """A resolved config as TOML text; what is left to another value (None) is left out."""
+    """A resolved config as TOML text; values that are None are left out."""
     return tomli_w.dumps(_without_none(tree))
 
 

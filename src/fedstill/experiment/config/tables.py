@@ -23,15 +23,25 @@ class TopKeys:
     """The keys outside all tables."""
 
     seed: Seed = 0
+    """Every random draw of the run comes from it."""
     rounds: Count = 20
+    """How many rounds the run has."""
     engine: Engine = "pooled"
+    """How the clients of a stage are trained: side by side, one after another, stacked, or over Flower."""
     threads: tuple[Count, Count] | Count | Literal["auto"] = "auto"
+    """Torch threads in a stage of many clients, and in a stage of one client or one stack."""
     device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """Where networks are trained; auto takes a CUDA card where there is one."""
     precision: Precision = "fp32"
+    """The number format of training; weights, the optimiser and all evaluation stay float32."""
     reuse: bool = True
+    """Take models that clients trained alone from the cache where they would be the same."""
     start_from: str = ""
+    """A run's directory or a model file, with whose weights the run starts."""
     measure: tuple[str, ...] = ("local",)
+    """Measures beside those of the global model."""
     measure_every: Count = 10
+    """Measures look every so many rounds, and in the last one."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +49,43 @@ class DataTable:
     """``[data]``: which set, how training images vary, how much of it (0 = all), stratified; the public set."""
 
     name: str = "digits"
+    """The data set: a registered name, a folder, a file of yours, or owner/name on the Hugging Face hub."""
     folder: str = ""
+    """The folder that holds folders of data sets; empty: the one that FEDSTILL_DATA names."""
     image_column: str = ""
+    """The column that holds the images; empty: it is looked for."""
     label_column: str = ""
+    """The column that holds the labels; empty: it is looked for."""
     augment: tuple[Change, ...] = ()
+    """How training images are varied."""
     train_size: CountOrZero = 0
+    """How many training examples are used, with the classes' shares kept; 0: all."""
     test_size: CountOrZero = 0
+    """How many test examples are used, with the classes' shares kept; 0: all."""
     public: CountOrZero = 0
+    """How many images are public: of the training set, which clients then lack, or of another source (0: all)."""
     public_from: str = "train"
+    """Where public images come from: train, noise, another data set, or a folder of images."""
     public_labels: bool = True
+    """Whether the labels of public images are used, for measures and FedMD's first stage."""
     public_resize: bool = False
+    """Whether public images are brought to the size and channels of the run's images."""
 
 
 @dataclass(frozen=True)
 class ClientsTable:
-    """``[clients]``: when a stage counts, and whose architectures are other than the server's."""
+    """``[clients]``: which replies are accepted, how many are needed, and which client has another network."""
 
     quorum: PositiveShare = 0.5
+    """The share of a stage's clients that must reply well; with fewer the run stops."""
     norm_limit: Positive = 10.0
+    """A reply is refused if the norm of its parameters is over this many times that of the model sent."""
     models: tuple[str | dict[str, Any], ...] | dict[str, Any] = ()
+    """The clients' networks where they are not the server's: in turn, by share, or by client."""
 
     @property
     def rules(self) -> Rules:
-        """What the server takes of clients' replies."""
+        """Which replies the server accepts."""
         return Rules(self.quorum, self.norm_limit)
 
 
@@ -70,28 +94,40 @@ class FlowerTable:
     """``[flower]``, for ``engine = "flower"``: where clients are, whose data they train on, how long to wait."""
 
     federation: str = ""
+    """The folder that fedstill deploy init made; empty: the clients are in this process."""
     grid: Literal["loopback", "ray"] = "loopback"
+    """What carries messages where there is no federation: a loop in this process, or Ray."""
     data: Literal["partition", "sites"] = "partition"
+    """Whose data clients train on: parts of the run's data set, or each site's own."""
     classes: tuple[str, ...] = ()
+    """With data of the sites: the names of the classes."""
     shape: tuple[Count, Count, Count] | tuple[()] = ()
+    """With data of the sites: channels, height and width of an image."""
     deadline: Positive = 600.0
+    """Seconds that the server waits for the replies of a stage."""
     ttl: NonNegative = 0.0
+    """Seconds that a message stays valid; 0: as long as the deadline."""
     retries: CountOrZero = 1
+    """How often a message is sent again that was lost or not answered in time."""
     poll: Positive = 1.0
+    """Seconds between two looks for replies."""
     max_mb: Count = 1024
+    """The largest reply that the server takes, in megabytes."""
 
 
 @dataclass(frozen=True)
 class QueryTable:
-    """``[query]``: which classes clients ask for, drawn, or written in ``[query.classes]`` as ``client = [classes]``.
-
-    A class can be asked for by a client with ``fewer_than`` examples of it; a "multi" query has ``least`` to ``most``
-    classes; ``seed``, unset, is the run's.
-    """
+    """``[query]``: which classes clients ask for: drawn, or written in ``[query.classes]``, ``client = [classes]``."""
 
     draw: Literal["none", "single", "multi"] = "none"
+    """Whether clients ask for classes that they lack: none, one class each, or several."""
     fewer_than: Count = 50
+    """A client can ask for a class of which it has fewer examples than this."""
     least: Count = 2
+    """The fewest classes in a query of several."""
     most: Count = 3
+    """The most classes in a query of several."""
     seed: Seed | None = None
+    """What the queries are drawn from; unset: the run's seed."""
     classes: Mapping[str, tuple[CountOrZero, ...]] = field(default_factory=dict)
+    """The queries written out: the classes that each client asks for."""

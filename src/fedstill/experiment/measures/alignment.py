@@ -7,8 +7,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers
-from fedstill.metrics.alignment import alignment, preferred_classes
 from fedstill.metrics.local_models import over_clients
+from fedstill.metrics.unit_alignment import alignment, preferred_classes
 from fedstill.records import Tensors
 from fedstill.registry import register
 
@@ -30,14 +30,14 @@ class Alignment(Measure):
             return None
 
         def classes(params: Tensors) -> dict[str, Tensor]:
-            found = layers(room, params, room.test)
-            return {k: preferred_classes(v, room.test.labels, room.world.classes) for k, v in found.items()}
+            outputs = layers(room, params, room.test)
+            return {k: preferred_classes(v, room.test.labels, room.world.classes) for k, v in outputs.items()}
 
         start, end = classes(seen.before.params), classes(seen.after.params)
         own = {client: classes(params) for client, params in locals_.items()}
         out = {}
         for layer in start:
-            each = [alignment(start[layer], found[layer]) for found in own.values()]
+            each = [alignment(start[layer], ends[layer]) for ends in own.values()]
             spread = over_clients(each, [1.0] * len(each))
             out[layer] = {
                 "local": spread[""],

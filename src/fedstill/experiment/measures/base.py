@@ -23,7 +23,7 @@ from fedstill.metrics.values import Values
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
 
-MEASURES = "measures"
+MEASURES_FOLDER = "measures"
 """The folder in a run's directory for what measures keep beside the journal."""
 
 Numbers = Mapping[str, Any]
@@ -70,7 +70,7 @@ class Reports:
 
 @dataclass(frozen=True)
 class Room:
-    """Where a measure works: the world, the common test set, and, in a simulation only, the clients' own data.
+    """What a measure may use: the world, the common test set, and, in a simulation only, the clients' own data.
 
     ``folder``: the run's directory, for what is too large for the journal.
     """
@@ -82,12 +82,12 @@ class Room:
     folder: Path | None = None
 
     def keep(self, name: str, tensors: Tensors) -> str:
-        """Write tensors beside the journal, under ``measures/``, and give the file's name for it; nothing in memory."""
+        """Write tensors to a file under ``measures/`` and return its name for the journal; empty without a folder."""
         if self.folder is None:
             return ""
-        make_folder(self.folder / MEASURES)
+        make_folder(self.folder / MEASURES_FOLDER)
         own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-        write_whole(self.folder / MEASURES / f"{name}.safetensors", safetensors.torch.save(own))
+        write_whole(self.folder / MEASURES_FOLDER / f"{name}.safetensors", safetensors.torch.save(own))
         return f"{name}.safetensors"
 
     @property
@@ -100,7 +100,7 @@ class Room:
         return ModelPasses(self.spec, self.inputs)
 
     def some(self, size: int) -> Examples:
-        """So many test images, the same in every round and run, with the classes' shares kept."""
+        """``size`` test images, the same in every round and run, with the classes' shares kept."""
         return self.test if size >= len(self.test) else self.test.take(stratified(self.test.labels, size, seed=0))
 
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:
@@ -118,7 +118,7 @@ class Measure:
     """A measure of one of two kinds, or both; what it gives is written to the journal.
 
     On the server ``look`` is called after each stage of a measured round. At clients ``at_client`` is called when their
-    work is done, where a common server would not see their models; its fields stand in the clients' events, and
+    work is done, where a common server would not see their models; its fields are in the clients' events, and
     ``of_round`` sums them up in the event of the round.
 
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
@@ -144,7 +144,7 @@ class Measure:
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Why a client's report, its event's fields, cannot have come from ``at_client``; empty if it can.
 
-        Asked of reports that came over a wire, before anything is made of them.
+        Called for reports that came over a network, before they are used.
         """
         return ""
 
@@ -171,7 +171,7 @@ def are_counts(report: Mapping[str, Any], fields: Sequence[str], classes: int) -
     for name in fields:
         value = report.get(name, [0] * classes)
         if not isinstance(value, list) or not all(type(v) is int and 0 <= v < 2**53 for v in value):
-            return f"{name} is no list of counts"
+            return f"{name} is not a list of counts"
         if len(value) != classes:
             return f"{name} has {len(value)} numbers for {classes} classes"
     return ""
@@ -189,7 +189,7 @@ def seconds_at_clients(events: Sequence[Mapping[str, Any]], names: Sequence[str]
 
 
 def named_models(seen: Happened, most: int) -> Iterator[tuple[str, Tensors]]:
-    """The model that was received, at most so many local ones (lowest ids first), and what was made of them."""
+    """The model that was received, at most ``most`` local ones (lowest ids first), and the new global one."""
     yield "received", seen.before.params
     for client, params in sorted(seen.local_models.items())[:most]:
         yield f"client {client}", params
@@ -206,11 +206,11 @@ def layers(room: Room, params: Tensors, images: Examples) -> dict[str, Tensor]:
     return {"features": features, "classifier": logits}
 
 
-def rounded(numbers: Tensor, digits: int) -> list[Any]:
+def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:
     """A tensor as nested lists of rounded numbers."""
 
     def each(value: Any) -> Any:
         return [each(v) for v in value] if isinstance(value, list) else round(value, digits)
 
-    found: list[Any] = each(numbers.detach().cpu().double().tolist())
-    return found
+    lists: list[Any] = each(numbers.detach().cpu().double().tolist())
+    return lists

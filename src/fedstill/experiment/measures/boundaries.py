@@ -9,7 +9,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from fedstill.engines.passes import ModelPasses, correct_by_class
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, rounded
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, rounded_lists
 from fedstill.metrics import class_accuracy
 from fedstill.models import contract
 from fedstill.records import Tensors
@@ -61,8 +61,8 @@ class Boundaries(Measure):
             "query": list(query),
             "own": own,
             "labels": images.labels.tolist(),
-            **{name: rounded(places[:, i], DIGITS) for i, name in enumerate(("x", "y"))},
-            **{f"{name}_range": rounded(ends[i], DIGITS) for i, name in enumerate(("x", "y"))},
+            **{name: rounded_lists(places[:, i], DIGITS) for i, name in enumerate(("x", "y"))},
+            **{f"{name}_range": rounded_lists(ends[i], DIGITS) for i, name in enumerate(("x", "y"))},
             "plane": classes.reshape(STEPS, STEPS).tolist(),
             "accuracy": [None if a != a else a for a in each],
         }

@@ -1,4 +1,4 @@
-"""The measure ``chain``: what each client of a chain leaves behind, and what the next one keeps of it."""
+"""The measure ``chain``: what each client of a chain learns, and what the next one keeps of it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Chain(Measure):
             return None
         ((client, params),) = seen.local_models.items()
         accuracy = room.accuracy_by_class(params, room.test)
-        found: dict[str, object] = {"client": client, "class_accuracy": _or_none(accuracy)}
+        fields: dict[str, object] = {"client": client, "class_accuracy": _or_none(accuracy)}
         if seen.previous is not None:
             own = room.sites.view(seen.previous, seen.stage).data
             kept = {"handed_over": _share(seen.before.params, own, room), "kept": _share(params, own, room)}
-            found |= {"previous": seen.previous, **kept}
-        return found
+            fields |= {"previous": seen.previous, **kept}
+        return fields
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set once a client, and the previous client's data twice."""

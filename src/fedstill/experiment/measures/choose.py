@@ -20,16 +20,16 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
 
     Raises ConfigError for something that is not a measure, or that is named twice.
     """
-    found: dict[str, Measure] = {}
+    by_name: dict[str, Measure] = {}
     for name in names:
         made = registry.lookup("measure", name).build()
         if not isinstance(made, Measure):
             raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
         short = PurePath(name).name
-        if short in found:
+        if short in by_name:
             raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
-        found[short] = made
-    return found
+        by_name[short] = made
+    return by_name
 
 
 def measured_rounds(rounds: int, every: int) -> frozenset[int]:
@@ -42,7 +42,7 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class MeasuredRun:
     """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here."""
 
     method: Method
@@ -53,7 +53,7 @@ class Setting:
     tested: bool = True
 
 
-def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
+def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
     """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or setting lacks."""
     for name, measure in chosen.items():
         why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
@@ -61,7 +61,7 @@ def check_fit(chosen: Mapping[str, Measure], setting: Setting) -> None:
             raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
 
 
-def _lacks(need: str, setting: Setting) -> str:
+def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
     if need == "queries" and not world.queries:
         return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
@@ -77,7 +77,7 @@ def _lacks(need: str, setting: Setting) -> str:
     if need == "plane" and (width := _width(spec)) != 2:
         return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
     if need == "test" and not setting.tested:
-        return "it looks at a common test set, and there is none; give the server one with data.name"
+        return "it needs a common test set, and there is none; give the server one with data.name"
     if need == "test_at_clients" and not setting.simulated:
         return "clients measure it on the common test set, which real sites lack; leave flower.data = 'sites' out"
     if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):
@@ -87,7 +87,7 @@ def _lacks(need: str, setting: Setting) -> str:
     return ""
 
 
-def _sends_models(stage: Stage, setting: Setting) -> bool:
+def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
     client = stage.clients[0]
     return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
 

@@ -1,4 +1,4 @@
-"""The measure ``diversity``: how far clients' gradients pull apart, before training and in what training did."""
+"""The measure ``diversity``: how far the gradients of clients differ, before training, and their updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from fedstill.data.inputs import SHARD
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.losses import cross_entropy
-from fedstill.metrics.divergence import gradient_diversity
+from fedstill.metrics.distances import gradient_diversity
 from fedstill.models import contract
 from fedstill.records import Examples, Tensors
 from fedstill.registry import register

@@ -1,4 +1,4 @@
-"""The measure ``epochs``: what local models know of their own clients' classes and of the others', epoch by epoch."""
+"""The measure ``epochs``: what local models know of their own client's classes and of the others, epoch by epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Epochs(Measure):
         """Counts must be whole numbers, one a class, for the start and each epoch."""
         rows = report.get("correct_by_epoch", [])
         if not isinstance(rows, list):
-            return "correct_by_epoch is no list"
+            return "correct_by_epoch is not a list"
         each = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
         known = {k: v for k, v in report.items() if k == "label_counts"}
         return are_counts({**known, **each}, ("label_counts", *each), classes)

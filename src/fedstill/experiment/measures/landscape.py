@@ -11,7 +11,7 @@ from torch import Tensor
 from fedstill.engines.passes import shards
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.losses import cross_entropy
-from fedstill.metrics import landscape
+from fedstill.metrics import loss_surface
 from fedstill.models import contract
 from fedstill.records import Examples, Tensors
 from fedstill.registry import register
@@ -68,14 +68,14 @@ def mean_loss(room: Room, images: Examples) -> Callable[[Tensors], Tensor]:
 def _around(room: Room, loss: Callable[[Tensors], Tensor], params: Tensors) -> dict[str, Any]:
     names = contract.trainable_names(room.spec)
     draw = room.draw("landscape")
-    a, b = (landscape.filter_normalised(params, names, draw) for _ in range(2))
-    noises = [landscape.gaussian(params, names, draw) for _ in range(DRAWS)]
-    (first, x), (second, y) = landscape.curvature(loss, params, names, draw, top=2, most=PRODUCTS)
+    a, b = (loss_surface.filter_normalised(params, names, draw) for _ in range(2))
+    noises = [loss_surface.gaussian(params, names, draw) for _ in range(DRAWS)]
+    (first, x), (second, y) = loss_surface.curvature(loss, params, names, draw, top=2, most=PRODUCTS)
     return {
-        "random": _digits(landscape.plane(loss, params, a, b, AXIS)),
-        "hessian": _digits(landscape.plane(loss, params, x, y, AXIS)),
+        "random": _digits(loss_surface.plane(loss, params, a, b, AXIS)),
+        "hessian": _digits(loss_surface.plane(loss, params, x, y, AXIS)),
         "eigenvalues": [round(first, DIGITS), round(second, DIGITS)],
-        "noise": _digits([landscape.under_noise(loss, params, noises, SCALES)])[0],
+        "noise": _digits([loss_surface.under_noise(loss, params, noises, SCALES)])[0],
     }
 
 

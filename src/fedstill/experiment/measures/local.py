@@ -1,4 +1,4 @@
-"""The measure ``local``: what local models know of their own clients' classes and of the others'."""
+"""The measure ``local``: what local models know of their own client's classes and of the others."""
 
 from __future__ import annotations
 

@@ -35,9 +35,11 @@ class Personal(Measure):
             trained.append(int(right.sum()) / len(view.data))
             personal.append(in_local_accuracy(room.accuracy_by_class(params, room.test), view.proportions))
             sizes.append(float(len(view.data)))
-        found = {"local_train": trained, "personalised": personal}
-        spreads = {f"{k}_accuracy{s}": v for k, each in found.items() for s, v in over_clients(each, sizes).items()}
-        return {"clients": list(locals_), **found, **spreads}
+        accuracies = {"local_train": trained, "personalised": personal}
+        spreads = {
+            f"{k}_accuracy{s}": v for k, each in accuracies.items() for s, v in over_clients(each, sizes).items()
+        }
+        return {"clients": list(locals_), **accuracies, **spreads}
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set and its own data at each client."""

@@ -39,7 +39,7 @@ class PrivatePublic(Measure):
         for name in ("private", "public"):
             table = report.get(name, {})
             if not isinstance(table, Mapping) or (table and not {"counts", "after"} <= table.keys()):
-                return f"{name} is no table of counts and after"
+                return f"{name} is not a table of counts and after"
             if why := are_counts(table, ("counts", "before", "after"), classes):
                 return f"{name}: {why}"
         return ""

@@ -30,11 +30,11 @@ class Sphere(Measure):
         if not seen.local_models:
             return None
         labels, passes = room.test.labels.cpu(), room.passes()
-        found = {
+        counts = {
             name: directions(passes.features(p, room.test).cpu(), labels, room.world.classes)
             for name, p in named_models(seen, MODELS)
         }
-        return {"models": list(found), "counts": [v.tolist() for v in found.values()]}
+        return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set at each model."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, named_models, rounded
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, named_models, rounded_lists
 from fedstill.registry import register
 
 IMAGES, MODELS, DIGITS = 200, 10, 1
@@ -39,8 +39,8 @@ class JointTSNE(Measure):
         return {
             "models": list(models),
             "labels": images.labels.tolist(),
-            "x": rounded(x, DIGITS),
-            "y": rounded(y, DIGITS),
+            "x": rounded_lists(x, DIGITS),
+            "y": rounded_lists(y, DIGITS),
             "features": room.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
         }
 
@@ -55,5 +55,5 @@ def embedded(features: torch.Tensor, seed: int) -> torch.Tensor:
 
     perplexity = min(PERPLEXITY, (len(features) - 1) / 3)
     with threadpool_limits(1):
-        found = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
-    return torch.from_numpy(found)
+        places = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(features.numpy())
+    return torch.from_numpy(places)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers, named_models
-from fedstill.metrics.alignment import preferred_classes
+from fedstill.metrics.unit_alignment import preferred_classes
 from fedstill.registry import register
 
 MODELS = 10
@@ -23,11 +23,15 @@ class Units(Measure):
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """(models, U) class ids."""
-        found = {
+        preferred = {
             name: preferred_classes(layers(room, p, room.test)["features"], room.test.labels, room.world.classes)
             for name, p in named_models(seen, MODELS)
         }
-        return {"models": list(found), "classes": [v.tolist() for v in found.values()]} if seen.local_models else None
+        return (
+            {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
+            if seen.local_models
+            else None
+        )
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set at each model."""

@@ -52,7 +52,7 @@ def engine_of(
 
 
 def patience(settings: Settings) -> Patience:
-    """How long to wait for clients, as ``[flower]`` says it."""
+    """How long to wait for clients, from ``[flower]``."""
     said = settings.flower
     return Patience(said.deadline, said.ttl, said.retries, said.poll, max_bytes=said.max_mb << 20)
 
@@ -60,7 +60,7 @@ def patience(settings: Settings) -> Patience:
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
     """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its memory in a folder.
 
-    They are the server's own user's, so what its configuration names they import.
+    They belong to the server's own user, so they import whatever code its configuration names.
     """
     imports, ready = tuple(code_in(settings.tree)), dict[str, Prepared]()
 

@@ -1,4 +1,4 @@
-"""Facts that all sites must agree on although nobody sees all data: classes, shapes, pixels, the public set."""
+"""Facts that all sites must agree on, though none sees all data: classes, shapes, pixels, the public set."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Facts:
             raise Refused(f"the request's facts about data are malformed: {error}") from error
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The same for JSON."""
         return asdict(self)
 
     def inputs(self, settings: Settings) -> Inputs:

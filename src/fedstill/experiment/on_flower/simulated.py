@@ -15,10 +15,10 @@ from fedstill.experiment.on_flower.carried import trial_app
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
-T = TypeVar("T")
+Driven = TypeVar("Driven")
 
 
-def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], T]) -> T:
+def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], Driven]) -> Driven:
     """What ``drive`` gives for a grid of ``settings.clients`` virtual nodes.
 
     ``folder``: the run's directory; clients keep what they remember in its ``sites``, which all machines must see.
@@ -33,7 +33,7 @@ def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Call
     from flwr.serverapp import ServerApp
     from flwr.simulation import run_simulation
 
-    given: list[T] = []
+    given: list[Driven] = []
     raised: list[BaseException] = []
     app = ServerApp()
 

@@ -1,4 +1,4 @@
-"""A site: what one client's machine allows, where its data lie, and how it does a stage that a server asks for."""
+"""A site: what one client's machine allows, where its data are, and how it does a stage that a server asks for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock
 
 from fedstill.data.examples import Dataset
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
@@ -36,7 +36,7 @@ from fedstill.work import Census, ClientWork
 
 @dataclass(frozen=True)
 class Site:
-    """One client's machine, as its ``site.toml`` says it.
+    """One client's machine, as its ``site.toml`` describes it.
 
     ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
     a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
@@ -79,7 +79,7 @@ class Clerk:
     ready: dict[str, Prepared] = field(default_factory=dict)
 
     def __call__(self, request: Request) -> SiteReply:
-        """The answer; whatever goes wrong is an answer too, with the reason in one line."""
+        """The answer; an error is an answer too, with the reason in one line."""
         try:
             return self._answer(request)
         except FedstillError as error:
@@ -162,7 +162,7 @@ class Clerk:
     def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
         if not self.site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
-        own = load(self.site.data)
+        own = load_dataset(self.site.data)
         train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
         public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)

@@ -1,4 +1,4 @@
-"""A run that a federation's server carries out: submitted to it, and followed from here until it ends."""
+"""A run on a federation's server: submitted to it, and followed from here until it ends."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.deploy import programs
-from fedstill.deploy.folder import Federation
-from fedstill.deploy.folder import load as load_federation
+from fedstill.deploy.folder import Federation, load_federation
 from fedstill.errors import DeployFailed
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.progress import Progress
@@ -23,7 +22,7 @@ LOOK, ASK, START = 1.0, 60.0, 180.0
 
 
 def elsewhere(settings: Settings) -> str:
-    """Who does a run that is not done in this process: a federation's server, or Ray; empty: this process does."""
+    """Where a run is done: "federation" (its server), "ray", or empty for this process."""
     if settings.engine != "flower":
         return ""
     return "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
@@ -48,7 +47,7 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
 
 
 def _when_it_listens(federation: Federation, *arguments: str) -> Any:
-    """What a command answers, asked again for a while if the server is not there (yet)."""
+    """What a command answers; it is repeated for a while if the server does not answer (yet)."""
     until = time.monotonic() + START
     while True:
         try:
@@ -81,14 +80,14 @@ def _follow(federation: Federation, run: str, rounds: int, folder: Path, watch: 
 
 def _rounds(folder: Path) -> list[Any]:
     path = folder / "journal.jsonl"
-    return [e for e in journals.read(path) if e["event"] == "round"] if path.is_file() else []
+    return [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
 
 
 def _raise_if_ended(federation: Federation, run: str, folder: Path) -> None:
     try:
         answer = programs.flwr(federation, "list", programs.LINK, "--run-id", run)
     except DeployFailed:
-        return  # the server may be starting again; whether the run survived, it will say then
+        return  # the server may be starting again; it then says whether the run still exists
     one: dict[str, Any] = next((r for r in answer.get("runs", ()) if str(r.get("run-id")) == run), {})
     status = str(one.get("status", ""))
     if status.startswith("finished") and not (folder / "summary.json").is_file():

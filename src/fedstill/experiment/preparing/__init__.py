@@ -1,1 +1,1 @@
-"""From settings to what a round loop needs: data read and split, models known, misfits refused, the engine built."""
+"""From settings to a run that can start: data read and split, models known, the engine built, conflicts refused."""

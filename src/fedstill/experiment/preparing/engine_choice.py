@@ -1,4 +1,4 @@
-"""Which engine carries a run out: what a config says, what the engine cannot do, and what ``auto`` comes to."""
+"""Which engine a run uses: what a config says, what an engine cannot do, and what ``auto`` chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENGINES = {"serial": SerialEngine, "pooled": PooledEngine, "vectorised": Vectori
 
 
 def resolved(settings: Settings, world: RunWorld, examples: int) -> Settings:
-    """The settings with the engine that they come to, so that a run's config.toml names it and a resume keeps it.
+    """The settings with ``auto`` replaced by the chosen engine, so that config.toml names it and a resume keeps it.
 
     examples: in the training set. Raises ConfigError where the vectorised engine cannot do what is asked.
     """
@@ -39,11 +39,11 @@ def chosen(settings: Settings, world: RunWorld, examples: int) -> tuple[Literal[
 def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
     """The stages of the first and the last round in which clients train, as the cost model sees them."""
     rounds = {1, settings.rounds}
-    found = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
+    stages = {s.name: s for r in sorted(rounds) for s in settings.topology(r, world) if s.clients != (SERVER,)}
     each = examples / settings.clients
     return [
         Work(world.plans[s.name], len(s.clients), {world.model(c) for c in s.clients}, each)
-        for s in found.values()
+        for s in stages.values()
         if s.name in world.plans
     ]
 

@@ -1,4 +1,4 @@
-"""What cannot run together, method, models, data and measures, refused by name before round 1."""
+"""Refuses, by name and before round 1, methods, models, data and measures that cannot run together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.measures.choose import Setting, check_fit, measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
 from fedstill.models import contract
@@ -22,7 +22,7 @@ ASKED_OF_MODELS = {
 
 
 def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would mend it."""
+    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would help."""
     method = settings.method
     name, kind = settings.named.method.name, settings.named.topology.name
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
@@ -54,7 +54,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested = sites.common_test is not None
-    setting = Setting(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
+    setting = MeasuredRun(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 
@@ -69,7 +69,7 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
 
 
 def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
-    """Build a model and show it two images, so that a misfit is one clear line now and not a failed client later."""
+    """Build a model and give it two images, so that an error is one clear line now and not a failed client later."""
     some = sites.train.images[:2]
     images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:

@@ -1,4 +1,4 @@
-"""A run that is ready to start: data read and split, models known, misfits refused; its engine is built here alone."""
+"""A run that is ready to start: data read and split, models known, conflicts refused. Engines are built only here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
@@ -35,7 +35,7 @@ NO_DATA = "none"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start; its settings name the engine that ``auto`` came to."""
+    """A run that is ready to start; its settings name the engine that ``auto`` has chosen."""
 
     settings: Settings
     dataset: Dataset
@@ -78,7 +78,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
-        reuse_bytes()  # refused now if it is no number
+        reuse_bytes()  # raises now if it is not a number
     dataset = dataset or read_data(settings)
     train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
     test = some_of(dataset.test, settings.data.test_size, "test_size")
@@ -130,7 +130,7 @@ def read_data(settings: Settings) -> Dataset:
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
-    return load(data.name, folder=data.folder or None, **columns)
+    return load_dataset(data.name, folder=data.folder or None, **columns)
 
 
 def _no_data(settings: Settings) -> Dataset:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstill.data.examples import Dataset
 from fedstill.data.partition import public_split
-from fedstill.data.sources import load
+from fedstill.data.sources import load_dataset
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
@@ -50,7 +50,7 @@ def copied(
     if source == NOISE:
         public = _noise(settings, shape, mean, std)
     elif copy:
-        public = load(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
+        public = load_dataset(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
     return _as_shown(settings, public)
 
 
@@ -70,7 +70,7 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
 
 
 def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: Floats) -> Examples:
-    """Standard normal after normalisation, but for rounding to pixels and cutting at black and white: uint8."""
+    """Standard normal after normalisation, except that pixels are rounded and cut at black and white: uint8."""
     size = settings.data.public
     if size == 0:
         raise ConfigError("data.public_from = 'noise' needs data.public, the number of images to make")
@@ -81,19 +81,19 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
 
 
 def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
-    """``source``: a folder of images, or what ``load`` reads, with what lies in ``folder``."""
+    """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
     if place.is_dir() and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
-        found, theirs = _unlabelled(read_unlabelled(place, side)), None
+        public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load(source, folder=folder or None)
-        found, theirs = other.train, len(other.classes)
+        other = load_dataset(source, folder=folder or None)
+        public, theirs = other.train, len(other.classes)
     if data.public_resize:
-        found = Examples(_resized(found.images, shape), found.labels)
-    if tuple(found.images.shape[1:]) != shape:
+        public = Examples(_resized(public.images, shape), public.labels)
+    if tuple(public.images.shape[1:]) != shape:
         raise DataError(
-            f"the public images of {source} have shape {tuple(found.images.shape[1:])}, the run's {shape}; "
+            f"the public images of {source} have shape {tuple(public.images.shape[1:])}, the run's {shape}; "
             "set data.public_resize = true, or name other images with data.public_from"
         )
     if data.public_labels and theirs is not None and theirs != classes:
@@ -101,12 +101,12 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
             f"the public images of {source} have {theirs} classes, the run's data {classes}; "
             "set data.public_labels = false to use the images alone"
         )
-    if size > len(found):
-        raise ConfigError(f"data.public = {size} is more than the {len(found)} public images of {source}")
+    if size > len(public):
+        raise ConfigError(f"data.public = {size} is more than the {len(public)} public images of {source}")
     if not size:
-        return found
+        return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
-    return found.take(torch.randperm(len(found), generator=draw)[:size].sort().values)
+    return public.take(torch.randperm(len(public), generator=draw)[:size].sort().values)
 
 
 def _unlabelled(images: Tensor) -> Examples:

@@ -16,7 +16,7 @@ from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
 @dataclass(frozen=True)
 class RunWorld:
-    """Numbers, plans and architectures; ``client_models`` are dealt out in turn, or all are the server's if empty.
+    """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
     ``public``: how many public images there are.

@@ -1,4 +1,4 @@
-"""Whose example is whose: the partition that a config names, applied and checked; and what clients ask for."""
+"""Which client has which examples: the partition that a config names, applied and checked; and the queries."""
 
 from __future__ import annotations
 
@@ -49,24 +49,24 @@ def label_counts(labels: Tensor, parts: Sequence[Tensor], classes: int) -> Tenso
 
 
 def queries_of(settings: Settings, counts: Tensor) -> queries.Queries:
-    """The classes that each client asks for, written or drawn; raises ConfigError for a query nobody can answer.
+    """The classes that each client asks for, written or drawn; raises ConfigError for one without an answer.
 
-    ``counts``: label counts (clients, C); of real sites nobody knows them.
+    ``counts``: label counts (clients, C); those of real sites are unknown.
     """
     table = settings.query
     if table.draw == "none":
         written = {int(client): classes for client, classes in table.classes.items()}
         if settings.on_sites:
             return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
-        return queries.check(written, counts, table.fewer_than)
+        return queries.check_queries(written, counts, table.fewer_than)
     if settings.on_sites:
-        raise ConfigError("query.draw: nobody sees what sites hold; write [query.classes]")
+        raise ConfigError("query.draw: the server does not see the sites' data; write [query.classes]")
     seed = settings.seed if table.seed is None else table.seed
     return queries.draw(counts, table.draw, seed, table.fewer_than, table.least, table.most)
 
 
 def some_of(examples: Examples, size: int, key: str) -> Examples:
-    """So many of the examples, stratified, or all for 0; raises ConfigError naming ``data.KEY`` for more than all."""
+    """``size`` of the examples, stratified, or all for 0; raises ConfigError naming ``data.KEY`` for more than all."""
     if size == 0:
         return examples
     if size > len(examples.labels):

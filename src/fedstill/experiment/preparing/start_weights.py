@@ -37,21 +37,21 @@ def weights(place: str, spec: ModelSpec) -> dict[str, Tensor]:
     """
     path = file_of(place)
     try:
-        found = safetensors.torch.load(path.read_bytes())
+        stored = safetensors.torch.load(path.read_bytes())
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
     wanted = contract.initial(spec, 0)
-    for name in sorted({*found, *wanted}):
-        one, other = (_shape(tensors.get(name)) for tensors in (found, wanted))
+    for name in sorted({*stored, *wanted}):
+        one, other = (_shape(tensors.get(name)) for tensors in (stored, wanted))
         if one != other:
             raise ConfigError(
                 f"start_from = {place!r} is no {spec}: its {name!r} is {one}, not {other}; set [model] as it was there"
             )
-    return {name: found[name] for name in wanted}
+    return {name: stored[name] for name in wanted}
 
 
 def seal(place: str) -> str:
-    """The SHA-256 of the model file, by which a resume knows that it is still the same."""
+    """The SHA-256 of the model file, by which a resume checks that it is the same file."""
     return digest(file_of(place).read_bytes())
 
 

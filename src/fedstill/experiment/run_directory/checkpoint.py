@@ -1,4 +1,4 @@
-"""Checkpoints: the whole truth of a run after a stage, written whole or not at all.
+"""Checkpoints: all that a run needs to go on after a stage, written whole or not at all.
 
 ``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed
 is not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest one.
@@ -22,7 +22,7 @@ from fedstill.wire.codec import decode, encode
 
 log = logging.getLogger("fedstill.checkpoint")
 
-KEPT = 3
+CHECKPOINTS_KEPT = 3
 """How many checkpoints are kept."""
 
 
@@ -77,7 +77,7 @@ class Checkpoints:
     def latest(self) -> Restored | None:
         """The newest checkpoint that is whole, or None if there never was one.
 
-        A damaged one is passed over for the one before it.
+        If it is damaged, the one before it is taken.
         Raises CorruptFile if checkpoints exist and none is whole.
         """
         problems = []
@@ -92,7 +92,7 @@ class Checkpoints:
         return None
 
     def _names(self) -> list[str]:
-        """Names from the newest that ``LATEST`` vouches for; one written later was never completed."""
+        """Names from the newest that ``LATEST`` points to; one written later was never completed."""
         names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
         try:
             newest = (self.folder / "LATEST").read_text().strip()
@@ -165,11 +165,11 @@ class Checkpoints:
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()
-        for name in names[-KEPT:]:
+        for name in names[-CHECKPOINTS_KEPT:]:
             for manifest in self._whole(name):
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
-        for name in names[:-KEPT]:
+        for name in names[:-CHECKPOINTS_KEPT]:
             remove(self.folder / name)
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:

@@ -31,13 +31,13 @@ def new_directory(settings: Settings, out: Path | None) -> Path:
 
 
 def refuse_used(folder: Path) -> None:
-    """Raise RunExists if a directory holds anything; what a killed process left of its first write is nothing."""
+    """Raise RunExists if a directory holds anything; what a killed process left of its first write does not count."""
     if any(p.name != "lock" and not is_leftover(p) for p in folder.iterdir()):
         raise RunExists(f"{folder} is not empty; choose another --out, or go on with `fedstill resume {folder}`")
 
 
 def _is_made(folder: Path) -> bool:
-    """Make a directory that was not there; another process may be choosing its own at the same time."""
+    """Make a new directory; another process may be choosing one at the same time."""
     try:
         folder.mkdir()
     except FileExistsError:
@@ -47,7 +47,7 @@ def _is_made(folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's directory against other processes; the lock goes with this process, however it ends."""
+    """Lock a run's directory against other processes; the lock ends with this process, however it ends."""
     if not folder.is_dir():
         raise RunExists(f"there is no directory {folder}")
     lock = FileLock(folder / "lock", timeout=0)

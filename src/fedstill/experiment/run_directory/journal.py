@@ -37,7 +37,7 @@ class Journal:
 
     def write(self, event: str, **values: Any) -> None:
         """Append one event; a number that is not finite is written as null."""
-        line = json.dumps({"event": event, **plain(values)}, separators=(",", ":"), allow_nan=False)
+        line = json.dumps({"event": event, **json_value(values)}, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
         try:
@@ -47,7 +47,7 @@ class Journal:
             raise as_named(error, self.path) from error
 
     def sync(self) -> Mark:
-        """Make all events durable; where the journal stands."""
+        """Make all events durable; the journal's mark."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -74,7 +74,7 @@ class Journal:
         self._file.close()
 
 
-def read(path: Path) -> list[Event]:
+def read_journal(path: Path) -> list[Event]:
     """The events in a journal, whole lines only (a run that was killed may have left half a line).
 
     Raises CorruptFile naming the line that is not an event.
@@ -102,10 +102,10 @@ def without_times(value: Any) -> Any:
     return [without_times(v) for v in value] if isinstance(value, list) else value
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it: numbers that are not finite become null."""
+def json_value(value: Any) -> Any:
+    """A value for JSON: numbers that are not finite become null."""
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [json_value(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -17,10 +17,10 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.files import write_whole
 from fedstill.metrics.accuracy import best_and_recent
-from fedstill.metrics.answers import MEASURES
+from fedstill.metrics.answers import QUERY_MEASURES
 from fedstill.records import State
 
-QUERIED = tuple(f"query_{name}" for name in MEASURES)
+QUERIED = tuple(f"query_{name}" for name in QUERY_MEASURES)
 """What a summary says of a run whose clients asked for classes."""
 
 
@@ -51,7 +51,7 @@ class Result:
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             todo = f"delete summary.json, then `fedstill resume {folder}`"
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
-        events = journals.read(folder / "journal.jsonl")
+        events = journals.read_journal(folder / "journal.jsonl")
         history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
         return Result(accuracy, forgetting, history, model, folder, summary, measures)
 
@@ -63,7 +63,7 @@ OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "p
 def summary_of(
     settings: Settings, history: Sequence[Mapping[str, Any]], measures: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The run in one mapping. Papers don't say which accuracy they print: the last, the best, the last ten's mean.
+    """The run in one mapping, with the last, the best and the mean accuracy of the last ten: papers print any of them.
 
     measures: seconds of each measure in all rounds.
     """
@@ -89,7 +89,7 @@ def summary_of(
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` and then ``summary.json``, whose presence says that the run is finished."""
+    """Write ``model.safetensors`` and then ``summary.json``; a run with that file is finished."""
     params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
     write_whole(folder / "model.safetensors", safetensors.torch.save(params))
-    write_whole(folder / "summary.json", json.dumps(journals.plain(summary), indent=2).encode())
+    write_whole(folder / "summary.json", json.dumps(journals.json_value(summary), indent=2).encode())

@@ -1,1 +1,1 @@
-"""One run from its beginning or its last checkpoint to its end: the round loop driven, journaled and measured."""
+"""One run from its beginning or its last checkpoint to its end: the loop over rounds, the journal, the measuring."""

@@ -1,4 +1,4 @@
-"""What is measured on the way: after every round, by clients in their stages, and by the run's measures."""
+"""What a run measures: after every round, by clients in their stages, and by the run's measures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.passes import correct_by_class
-from fedstill.errors import FedstillError, on_one_line
+from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.evaluation import evaluated, images_by_class
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
+from fedstill.origin import reason
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.screen import Refusal
 
@@ -59,7 +60,7 @@ class Measuring:
         return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
 
     def _networks(self) -> dict[str, Any]:
-        """Who has which network, where they differ."""
+        """Which client has which network, if they differ."""
         world = self.prepared.world
         everyone = range(world.clients)
         if len({world.model(c) for c in everyone}) < 2:
@@ -68,9 +69,9 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        found = self._evaluate(predictors)
-        self._before = found["class_accuracy"]
-        return found
+        accuracies = self._evaluate(predictors)
+        self._before = accuracies["class_accuracy"]
+        return accuracies
 
     def stage(
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
@@ -115,11 +116,11 @@ class Measuring:
             if measure.only_last and not seen.ends_run:
                 continue
             began = time.perf_counter()
-            found = _looked(name, measure, seen, room)
+            fields = _looked(name, measure, seen, room)
             seconds = time.perf_counter() - began
             self._count(name, seconds)
-            if found is not None:
-                yield {"event": "measure", "measure": name, **where, **found, "seconds": seconds}
+            if fields is not None:
+                yield {"event": "measure", "measure": name, **where, **fields, "seconds": seconds}
 
     def round(
         self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]], training: float, saving: float
@@ -202,7 +203,7 @@ class Measuring:
         self._acted = [*self._acted, *accepted][-2:]
 
     def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of the clients' queries."""
+        """What clients gained and lost by their queries."""
         world, sites = self.prepared.world, self.prepared.sites
         if not world.queries or not sites.parts:
             return {}
@@ -211,25 +212,10 @@ class Measuring:
         return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-        """Accuracy of the first predictor, and of further ones under ``others``; clients' own all stand there."""
-        test, totals = self.prepared.sites.common_test, self._totals()
-        if test is None or not predictors:
-            return {"accuracy": None, "class_accuracy": [None] * len(totals)}
-        found = {}
-        for name, predict in predictors.items():
-            right = correct_by_class(predict, test, self.prepared.sites.inputs, len(totals))
-            by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
-            found[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
-        first, *others = found
-        if first.startswith("client "):
-            return {"accuracy": None, "class_accuracy": [None] * len(totals), "others": found}
-        return {**found[first], **({"others": {n: found[n] for n in others}} if others else {})}
+        return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
 
     def _totals(self) -> list[int]:
-        test = self.prepared.sites.common_test
-        if test is None:
-            return [0] * self.prepared.world.classes
-        return torch.bincount(test.labels, minlength=self.prepared.world.classes).tolist()
+        return images_by_class(self.prepared.sites, self.prepared.world.classes)
 
 
 def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
@@ -239,11 +225,11 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
         raise
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
-        raise FedstillError(f"{where}: measure {name} failed: {on_one_line(error)}") from error
+        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
-    """Bytes between clients and server; what the server works on itself goes nowhere."""
+    """Bytes between clients and server; what the server computes itself is not sent."""
     return sum(e.get(key, 0) for e in replies if e["client"] != SERVER)
 
 

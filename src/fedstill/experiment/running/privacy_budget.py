@@ -16,7 +16,7 @@ from fedstill.wire.privacy import GROUP, Privacy
 
 @dataclass
 class Budget:
-    """Counts the uploads of logits. One that was asked for counts even if it was refused: it may have been sent."""
+    """Counts the uploads of logits. A refused one counts too, because it may have been sent."""
 
     privacy: Privacy
     method: Method

@@ -6,7 +6,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +29,14 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
+from fedstill.experiment.running.debugging import debugged
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.provenance import check_sources, versions
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
+from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.verdicts import part, within
 from fedstill.wire.screen import Refusal
 
 if TYPE_CHECKING:
@@ -46,20 +49,23 @@ def run(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
+    debug: bool | None = None,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
-    Flower grid whose nodes are the clients; without one they work in this process. Raises ConfigError and its kin
-    before anything is trained, RunExists for a directory that holds something, TooFewReplies or Diverged while it
-    runs: then the directory keeps the last good state.
+    Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
+    fails ends the run with ClientFailed, its own exception chained; unset, in tests with ``engine = "serial"`` only.
+    Raises a ConfigError before anything is trained, RunExists for a directory that holds something,
+    TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
+    debug = debugged(debug, settings.engine)
     if grid is None and elsewhere(settings):
         _check_before(settings, data)
         made = new_directory(settings, Path(out) if out else None)
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray))
+            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray, debug))
         return submit(settings, made, False, watch or Quiet())
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
@@ -67,7 +73,7 @@ def run(
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", prepared.settings.toml.encode())
-        with closing(_Driver(prepared, folder, watch or Quiet(), grid)) as driver:
+        with closing(_Driver(prepared, folder, watch or Quiet(), grid, debug)) as driver:
             return driver.go()
 
 
@@ -76,24 +82,29 @@ def resume(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
+    debug: bool | None = None,
 ) -> Result:
-    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once."""
+    """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
+
+    ``debug``: as for ``run``.
+    """
     folder = Path(directory)
     settings = settings_of(folder)
+    debug = debugged(debug, settings.engine)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray))
+            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug))
         return submit(settings, folder, True, watch or Quiet())
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)
         sweep(folder)
-        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid)) as driver:
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, debug)) as driver:
             return driver.go()
 
 
 def _check_before(settings: Settings, data: Dataset | None) -> None:
-    """Refuse here what would be refused elsewhere, before anything is sent."""
+    """Refuse what the server or Ray would refuse, before anything is sent."""
     if data is not None and elsewhere(settings) == "federation":
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     prepare(settings, data)
@@ -108,7 +119,7 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    tree.pop("stacked_seeds", None)  # of version 0.1: such a run goes on alone, the same up to rounding
+    tree.pop("stacked_seeds", None)  # a key of version 0.1; the run goes on alone, the same up to rounding
     return settle(from_tree(tree, {}, folder))
 
 
@@ -120,6 +131,7 @@ class _Driver:
     folder: Path
     watch: Progress
     grid: Grid | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -127,7 +139,9 @@ class _Driver:
         self.journal = journals.Journal(self.folder / "journal.jsonl")
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
-        local = isinstance(self.engine, SerialEngine)  # elsewhere, memories lie on the clients' disks
+        local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
+        if isinstance(self.engine, SerialEngine):
+            self.engine = replace(self.engine, debug=self.debug)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared, folder=self.folder)
         self.saving = 0.0
@@ -143,19 +157,20 @@ class _Driver:
         return self._resume(restored)
 
     def _start(self) -> Result:
-        state = self.before = self.method.setup(self.world)
+        with part(self.method, "setup", "before round 1"):
+            state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
         self.journal.write("start", seconds_since_1970=time.time(), **versions(self.settings), **self.measuring.split())
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
-            state = run_census(state, self.world, self.engine, self._after_stage, self.settings.rules)
+            state = run_census(state, self.world, self.engine, self, self.settings.rules)
         else:
             self._save(state)
         return self._rounds(state)
 
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
-        check_sources(self.settings, journals.read(self.journal.path)[0])
-        self.measuring.replay(journals.read(self.journal.path))
+        check_sources(self.settings, journals.read_journal(self.journal.path)[0])
+        self.measuring.replay(journals.read_journal(self.journal.path))
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
         self.before = restored.state
@@ -171,21 +186,19 @@ class _Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            state = run_round(
-                self.method, state, self.stages, self.world, self.engine, self._after_stage, self.settings.rules
-            )
+            state = run_round(self.method, state, self.stages, self.world, self.engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        rounds = [e for e in journals.read(self.folder / "journal.jsonl") if e["event"] == "round"]
+        rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
         summary = summary_of(self.settings, rounds, self.measuring.seconds)
         write_result(self.folder, state, summary)
         return Result.of(self.folder)
 
-    def _after_stage(
+    def stage(
         self,
         stage: Stage,
         replies: Sequence[Reply],
@@ -193,6 +206,7 @@ class _Driver:
         downs: Mapping[int, Payload],
         state: State,
     ) -> None:
+        """Journal, measure and save a stage that is done (``watch.Watch``)."""
         began = time.perf_counter()
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.write(**event)
@@ -206,6 +220,14 @@ class _Driver:
         if self.watch.stop():
             raise Interrupted(str(self.folder))
 
+    def failed(
+        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    ) -> None:
+        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.write(**event)
+        self.journal.sync()
+
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)
         ends_run = ends_round and stage.round == self.settings.rounds
@@ -217,7 +239,10 @@ class _Driver:
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])
-        return self.method.predictors(state, self.world)
+        where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
+        with part(self.method, "predictors", where):
+            named = dict(self.method.predictors(state, self.world))
+        return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
     def _identity(self) -> str:
         """Which run this is, for its clients: the same after a resume, another for every run."""

@@ -11,7 +11,7 @@ from fedstill.errors import ConfigError
 def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tensor:
     """The class at which each unit of a layer is most active on average: (U,) int64.
 
-    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). A class without an example is nobody's; of
+    activations: (n, U) outputs of a layer; labels: (n,) int64 in [0, C). No unit prefers a class without examples; of
     equal classes the first counts, so a silent unit prefers class 0. Raises ConfigError without an example.
 
     Source: FedNTD, sec. 5.1.
@@ -22,9 +22,9 @@ def preferred_classes(activations: Tensor, labels: Tensor, classes: int) -> Tens
     tensor([0, 1])
     """
     if not len(labels):
-        raise ConfigError("a unit's class cannot be told without examples")
-    labels, found = labels.cpu(), activations.detach().cpu().double()
-    sums = torch.zeros(classes, found.shape[1], dtype=torch.float64).index_add_(0, labels, found)
+        raise ConfigError("the class of a unit needs at least one example")
+    labels, outputs = labels.cpu(), activations.detach().cpu().double()
+    sums = torch.zeros(classes, outputs.shape[1], dtype=torch.float64).index_add_(0, labels, outputs)
     counts = torch.bincount(labels, minlength=classes).unsqueeze(1)
     means = torch.where(counts > 0, sums / counts.clamp(min=1), -torch.inf)
     return means.argmax(0)

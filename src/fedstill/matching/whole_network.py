@@ -1,4 +1,4 @@
-"""Whole networks by PFNM: layer after layer is matched, and one network comes of several.
+"""Whole networks by PFNM: layer after layer is matched, and several networks become one.
 
 Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks" (2019), section 3, and its code
 (fully connected networks, from the top down); Wang et al., "Federated Learning with Matched Averaging" (2020), section
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.matching.layer import Array, Matched, Places, Setting, match
-from fedstill.models.chain import plain_chain
+from fedstill.matching.layer import Array, Matched, MatchingSettings, Places, match
 from fedstill.models.contract import module
+from fedstill.models.layer_chain import plain_chain
 from fedstill.records import ModelSpec, Tensors
 
 BIAS_MEAN = 0.1
@@ -33,7 +33,7 @@ class Layer:
 
 
 def match_chains(
-    spec: ModelSpec, models: Sequence[Tensors], shares: Array, setting: Setting, draw: np.random.Generator
+    spec: ModelSpec, models: Sequence[Tensors], shares: Array, setting: MatchingSettings, draw: np.random.Generator
 ) -> dict[str, Tensor]:
     """One plain chain of several of a spec; its hidden layers may be wider.
 
@@ -42,9 +42,9 @@ def match_chains(
     names = plain_chain(module(spec)) or []
     nets = [layers_of(names, params) for params in models]
     convolved = any(models[0][f"{name}.weight"].dim() == 4 for name in names)
-    found = (_from_below if convolved else _from_above)(nets, shares, setting, draw)
+    matched = (_from_below if convolved else _from_above)(nets, shares, setting, draw)
     params: dict[str, Tensor] = {}
-    for name, layer in zip(names, found, strict=True):
+    for name, layer in zip(names, matched, strict=True):
         params |= as_tensors(name, layer, models[0])
     return params
 
@@ -55,7 +55,9 @@ def widened(spec: ModelSpec, params: Tensors) -> ModelSpec:
     return spec if names is None else replace(spec, widths=tuple(len(params[f"{n}.bias"]) for n in names[:-1]))
 
 
-def _from_above(nets: Sequence[list[Layer]], shares: Array, setting: Setting, draw: np.random.Generator) -> list[Layer]:
+def _from_above(
+    nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
+) -> list[Layer]:
     """Fully connected. A unit is its bias and what goes out of it, in the first layer also what comes in.
 
     What goes to a class is as sure as the network's share of that class.
@@ -87,7 +89,7 @@ def _unit(net: Sequence[Layer], c: int, places: Places, width: int) -> Array:
     return np.hstack([into, bias[:, None], inputs_onto(net[c + 1].weight[..., 0].T[..., None], places, width)[..., 0]])
 
 
-def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: Setting) -> Array:
+def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: MatchingSettings) -> Array:
     sums = BIAS_MEAN / setting.prior_variance + sum(
         s * b / setting.variance for s, b in zip(shares, biases, strict=True)
     )
@@ -95,21 +97,25 @@ def _biases_of_classes(biases: Sequence[Array], shares: Array, setting: Setting)
     return out
 
 
-def _from_below(nets: Sequence[list[Layer]], shares: Array, setting: Setting, draw: np.random.Generator) -> list[Layer]:
+def _from_below(
+    nets: Sequence[list[Layer]], shares: Array, setting: MatchingSettings, draw: np.random.Generator
+) -> list[Layer]:
     """With convolutions. A unit is what comes into it and its bias; the head is the mean by class share."""
     width = nets[0][0].weight.shape[1]
     places: Sequence[Places] = [np.arange(width) for _ in nets]
-    found = []
+    widened_layers = []
     for c in range(len(nets[0]) - 1):
         layers = [Layer(inputs_onto(n[c].weight, at, width), n[c].bias) for n, at in zip(nets, places, strict=True)]
         matched = match_inputs(layers, setting, draw)
-        found.append(Layer(matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:]), matched.units[:, -1]))
+        widened_layers.append(
+            Layer(matched.units[:, :-1].reshape(-1, *layers[0].weight.shape[1:]), matched.units[:, -1])
+        )
         places, width = matched.places, len(matched.units)
     heads = [Layer(inputs_onto(n[-1].weight, at, width), n[-1].bias) for n, at in zip(nets, places, strict=True)]
-    return [*found, mean_by_share(heads, shares)]
+    return [*widened_layers, mean_by_share(heads, shares)]
 
 
-def match_inputs(layers: Sequence[Layer], setting: Setting, draw: np.random.Generator) -> Matched:
+def match_inputs(layers: Sequence[Layer], setting: MatchingSettings, draw: np.random.Generator) -> Matched:
     """Match the units of a layer by what comes into them and their bias, the last number of a vector."""
     units = [np.hstack([layer.weight.reshape(len(layer.bias), -1), layer.bias[:, None]]) for layer in layers]
     size = units[0].shape[1]
@@ -136,7 +142,7 @@ def mean_by_share(heads: Sequence[Layer], shares: Array) -> Layer:
 
 
 def class_shares(counts: Tensor) -> Array:
-    """(J, C) label counts as each network's share of each class; of a class that nobody has, equal shares."""
+    """(J, C) label counts as each network's share of each class; equal shares for a class that no network has."""
     numbers = counts.double().numpy()
     total = numbers.sum(0)
     out: Array = np.where(total > 0, numbers / np.maximum(total, 1), 1 / len(numbers))
@@ -145,12 +151,12 @@ def class_shares(counts: Tensor) -> Array:
 
 def layers_of(names: Sequence[str], params: Tensors) -> list[Layer]:
     """The layers of a chain, from first to head."""
-    found: list[Layer] = []
+    layers: list[Layer] = []
     for name in names:
         weight = params[f"{name}.weight"].double().numpy()
-        inputs = weight.shape[1] if weight.ndim == 4 or not found else len(found[-1].bias)
-        found.append(Layer(weight.reshape(len(weight), inputs, -1), params[f"{name}.bias"].double().numpy()))
-    return found
+        inputs = weight.shape[1] if weight.ndim == 4 or not layers else len(layers[-1].bias)
+        layers.append(Layer(weight.reshape(len(weight), inputs, -1), params[f"{name}.bias"].double().numpy()))
+    return layers
 
 
 def as_tensors(name: str, layer: Layer, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

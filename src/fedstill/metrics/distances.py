@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from fedstill.errors import ConfigError
-from fedstill.metrics.values import Numbers, same_classes, values
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import same_classes, values
 from fedstill.records import Tensors
 
 
@@ -30,7 +31,7 @@ def weight_divergence(a: Tensors, b: Tensors) -> tuple[float, float]:
     return total, float(np.sqrt(squares))
 
 
-def distribution_distance(class_accuracy: Numbers, proportions: Numbers) -> float:
+def distribution_distance(class_accuracy: TensorLike, proportions: TensorLike) -> float:
     """``sum_c |A_c / sum A - p_c|``: how unlike a client's labels are to what a model is good at; in [0, 2].
 
     class_accuracy, proportions: (C,). Classes without accuracy are left out of both; NaN for a model right nowhere.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstill.records import Tensors
 
-Loss = Callable[[Tensors], Tensor]
+LossOfWeights = Callable[[Tensors], Tensor]
 """The mean loss () of parameters on some fixed examples."""
 
 
@@ -46,13 +46,15 @@ def moved(params: Tensors, steps: Sequence[tuple[float, Tensors]]) -> dict[str, 
     return out
 
 
-def plane(loss: Loss, params: Tensors, a: Tensors, b: Tensors, axis: Sequence[float]) -> list[list[float]]:
+def plane(loss: LossOfWeights, params: Tensors, a: Tensors, b: Tensors, axis: Sequence[float]) -> list[list[float]]:
     """The loss at params + x a + y b: one row for each y of the axis, one value for each x."""
     with torch.no_grad():
         return [[float(loss(moved(params, [(x, a), (y, b)]))) for x in axis] for y in axis]
 
 
-def under_noise(loss: Loss, params: Tensors, noises: Sequence[Tensors], scales: Sequence[float]) -> list[float]:
+def under_noise(
+    loss: LossOfWeights, params: Tensors, noises: Sequence[Tensors], scales: Sequence[float]
+) -> list[float]:
     """The loss under noise of each scale, mean over the draws: (scales,).
 
     Source: FedNTD, figure 14.
@@ -62,7 +64,7 @@ def under_noise(loss: Loss, params: Tensors, noises: Sequence[Tensors], scales: 
 
 
 def curvature(
-    loss: Loss, params: Tensors, trained: Iterable[str], draw: torch.Generator, top: int = 2, most: int = 30
+    loss: LossOfWeights, params: Tensors, trained: Iterable[str], draw: torch.Generator, top: int = 2, most: int = 30
 ) -> list[tuple[float, dict[str, Tensor]]]:
     """The Hessian's eigenvalues of largest size, with their eigenvectors of norm 1, by power iteration.
 
@@ -81,21 +83,21 @@ def curvature(
         if not linked:
             return [torch.zeros_like(v) for v in vector]
         outs, weights = zip(*linked, strict=True)
-        found = torch.autograd.grad(outs, list(leaves.values()), weights, retain_graph=True, materialize_grads=True)
-        return list(found)
+        products = torch.autograd.grad(outs, list(leaves.values()), weights, retain_graph=True, materialize_grads=True)
+        return list(products)
 
-    found: list[tuple[float, list[Tensor]]] = []
+    pairs: list[tuple[float, list[Tensor]]] = []
     for _ in range(top):
         start = [torch.randn(v.shape, generator=draw, dtype=v.dtype).to(v.device) for v in leaves.values()]
-        vector, size = _unit(start, found), 0.0
+        vector, size = _unit(start, pairs), 0.0
         for _ in range(most):
             pushed = product(vector)
             last, size = size, _dot(pushed, vector)
-            vector = _unit(pushed, found) or vector
+            vector = _unit(pushed, pairs) or vector
             if abs(size - last) <= 1e-3 * abs(size):
                 break
-        found.append((size, vector))
-    return [(size, dict(zip(names, vector, strict=True))) for size, vector in found]
+        pairs.append((size, vector))
+    return [(size, dict(zip(names, vector, strict=True))) for size, vector in pairs]
 
 
 def _unit(vector: Sequence[Tensor], others: Sequence[tuple[float, Sequence[Tensor]]]) -> list[Tensor]:

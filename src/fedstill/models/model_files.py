@@ -27,7 +27,7 @@ def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
 def load_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The network and the parameters in a file that :func:`save_model` wrote.
 
-    Raises ConfigError for a file that is not there or says no network, UnknownName for a network that does not exist
+    Raises ConfigError for a file that is not there or names no network, UnknownName for a network that does not exist
     here, CorruptFile for a file that is damaged, or whose parameters are not those of its network.
     """
     if not path.is_file():

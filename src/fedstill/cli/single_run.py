@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedstill.cli.app import Quiet, Settings, app, say
+from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
-    from fedstill.experiment.config.settings import Settings as ExperimentSettings
     from fedstill.experiment.explain import Cost
     from fedstill.experiment.run_directory.result import Result
 
@@ -17,26 +16,27 @@ DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
 
-@app.command
-def run(
+@app.command(name="run")
+def run_command(
     config: Path,
     *,
     out: Path | None = None,
     set_: Settings = (),
     engine: Literal["serial", "pooled", "flower"] | None = None,
     federation: Path | None = None,
+    debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
     """Run one experiment to its end.
 
-    Parameters
-    ----------
-    config: The experiment, a TOML file.
-    out: The run's directory, new or empty. Unset, one is made under runs/.
-    set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
-    engine: How stages are carried out, over the file's.
-    federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
-    quiet: No progress bar.
+    Args:
+        config: The experiment, a TOML file.
+        out: The run's directory, new or empty. Unset, one is made under runs/.
+        set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
+        engine: How stages are carried out, over the file's.
+        federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+        debug: End with the traceback of the first client that fails, and of whatever else fails.
+        quiet: No progress bar.
     """
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
@@ -48,31 +48,31 @@ def run(
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.run(experiment, out, watch=bar)
+            result = runner.run(experiment, out, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
 
 
-@app.command
-def resume(directory: Path, *, quiet: Quiet = False) -> int:
-    """Go on with a run that was stopped or killed, to the same bits as if it had not been.
+@app.command(name="resume")
+def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
+    """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
 
-    Parameters
-    ----------
-    directory: The run's directory.
-    quiet: No progress bar.
+    Args:
+        directory: The run's directory.
+        debug: End with the traceback of the first client that fails, and of whatever else fails.
+        quiet: No progress bar.
     """
     from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
     settings = runner.settings_of(directory)
-    with Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
-            result = runner.resume(directory, watch=bar)
+            result = runner.resume(directory, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result)
@@ -82,11 +82,10 @@ def resume(directory: Path, *, quiet: Quiet = False) -> int:
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
     """Show every resolved value with its origin, the arithmetic of a run, and how the data are split.
 
-    Parameters
-    ----------
-    config: The experiment, a TOML file. Unset, the defaults.
-    set_: A value over the file's, as key=value. May be repeated.
-    split: Read the data, and draw clients × classes.
+    Args:
+        config: The experiment, a TOML file. Unset, the defaults.
+        set_: A value over the file's, as key=value. May be repeated.
+        split: Read the data, and draw clients × classes.
     """
     from fedstill.experiment import explain as explained
     from fedstill.experiment.config.experiment import load
@@ -95,22 +94,24 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.report import catalogue, terminal
 
     settings = settle(load(config, set_))
-    screen = terminal.console()
-    said = _sentences(settings)
-    rows = [(key, catalogue.value(v), origin, said.get(key, "")) for key, v, origin in explained.values(settings)]
+    screen = terminal.console(sentences=True)
+    rows = [
+        (key, catalogue.value(value), origin, explained.about_key(settings, key))
+        for key, value, origin in explained.resolved_values(settings)
+    ]
     screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
     if split:
         prepared = prepare(settings)
         screen.print()
-        found = explained.arithmetic(prepared)
-        screen.print(terminal.table(["what", "how much"], found.lines()))
-        _explain_measures(explained.costs(prepared, found))
+        one_round = explained.arithmetic(prepared)
+        screen.print(terminal.table(["what", "how much"], one_round.lines()))
+        _explain_measures(explained.costs(prepared, one_round))
         screen.print()
         networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.split(counts, prepared.dataset.classes, min(screen.width, 160)))
+        screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
 
 
@@ -121,15 +122,14 @@ def list_(
 ) -> int:
     """Show what there is: methods, datasets, partitions, models, topologies, measures.
 
-    Parameters
-    ----------
-    kind: Only this kind, with the fields that a config may set.
-    name: Only this one, with all that is declared of it; a file of your own may be named, too.
+    Args:
+        kind: Only this kind, with the fields that a config may set.
+        name: Only this one, with all that is declared of it; a file of yours is possible, too.
     """
     from fedstill import registry
     from fedstill.report import catalogue, terminal
 
-    screen = terminal.console()
+    screen = terminal.console(sentences=True)
     if kind and name:
         screen.print(catalogue.card(registry.lookup(kind, name)))
         return 0
@@ -143,21 +143,10 @@ def list_(
     return 0
 
 
-def _sentences(settings: ExperimentSettings) -> dict[str, str]:
-    """{dotted key: sentence} for the tables that name a registered thing."""
-    from fedstill.experiment.config.named_tables import NAMED
-
-    out = {"topology.clients": "Clients in all."}
-    for table, (key, _) in NAMED.items():
-        entry = getattr(settings.named, table).entry
-        out |= {f"{table}.{key}": entry.summary, **{f"{table}.{k}": text for k, text in entry.sentences.items()}}
-    return out
-
-
 def _explain_measures(costs: Sequence[Cost]) -> None:
     from fedstill.report import terminal
 
-    screen = terminal.console()
+    screen = terminal.console(sentences=True)
     if costs:
         head = ["measure", "what it is", "rounds", "images a round", "of training"]
         screen.print()

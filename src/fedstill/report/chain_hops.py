@@ -15,13 +15,15 @@ from fedstill.report.markup import Html, figure, grid, key, labelled, section, s
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.series import Series, of_runs
 
-SAYS = "A hop is one client's training: its model goes to the next client. Only hops of measured rounds are drawn."
-MAP = "Each column is a hop, each row a class, the colour the accuracy of the model after that client (first seed)."
-ALIKE = "Cosine of the class accuracies of successive models: 1 means good at the same classes as the one before."
+ABOUT_HOPS = (
+    "A hop is one client's training: its model goes to the next client. Only hops of measured rounds are drawn."
+)
+MAP = "Each column is a hop, each row a class. The colour is the accuracy of the model after that client (first seed)."
+ALIKE = "Cosine of the class accuracies of two successive models. 1: both are good at the same classes."
 LOST = "How far the classes are below the best accuracy after any earlier client, on average. Lower is better."
-KEPT = (
-    "Accuracy on a client's own training data of the model it left (solid) and of the next client's (dotted). The gap "
-    "is what one client's training undoes of the last one's."
+ABOUT_DRIFT = (
+    "Accuracy on a client's training data: of the model after this client (solid), and of the model after"
+    " the next client (dotted). The gap is what the next client's training made the model forget."
 )
 
 
@@ -57,45 +59,45 @@ class Hops:
 
 def chain(groups: Sequence[Group], style: Style) -> Html | None:
     """Class accuracy, consistency, forgetting and drift by hop; None if no run measured a chain."""
-    found = [(g, hops) for g in groups if (hops := read(g))]
-    if not found:
+    measured = [(g, hops) for g in groups if (hops := read_hops(g))]
+    if not measured:
         return None
 
     def series(hops: Sequence[Hops], of: Callable[[Hops], dict[int, float]]) -> Series:
         return of_runs([of(h) for h in hops])
 
     def drawn(of: Callable[[Hops], dict[int, float]], axis: dict[str, str], to: Any = lambda h: {}) -> Figure:
-        return curves([(g, series(h, of), series(h, to)) for g, h in found], style, "hop", **axis)
+        return curves([(g, series(h, of), series(h, to)) for g, h in measured], style, "hop", **axis)
 
     figures = [
         figure([drawn(lambda h: h.alike, SHARE)], ALIKE, "Consistency of successive models"),
         figure([drawn(lambda h: h.lost, PERCENT)], LOST, "Forgetting F along the chain"),
-        figure([drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], KEPT, "Model drift"),
+        figure([drawn(lambda h: h.handed_over, PERCENT, lambda h: h.kept)], ABOUT_DRIFT, "Model drift"),
     ]
     maps = [
         figure([class_map(hops[0].columns, g.classes, "hop")], f"{g.label}: {MAP}", labelled(g, style))
-        for g, hops in found
+        for g, hops in measured
     ]
     stops = ", ".join(f"{c} {100 * p:.0f}%" for p, c in ACCURACY)
     scale = Html(f'<p class="scale">0 % <i style="background:linear-gradient(90deg, {stops})"></i> 100 % accuracy</p>')
-    names = key([g for g, _ in found], style)
-    parts = [sentence(SAYS), names, grid(figures, "small"), sentence(MAP), scale, grid(maps, "small")]
-    return section("Along the chain", *parts, name="chain")
+    names = key([g for g, _ in measured], style)
+    parts = [sentence(ABOUT_HOPS), names, grid(figures, "small"), sentence(MAP), scale, grid(maps, "small")]
+    return section("Along the chain of clients", *parts, name="chain")
 
 
-def read(group: Group) -> list[Hops]:
+def read_hops(group: Group) -> list[Hops]:
     """The hops of each of a group's runs that measured any."""
-    found: dict[int, Hops] = {}
+    by_run: dict[int, Hops] = {}
     for look in looks(group, "chain"):
-        _take(look, found)
-    return list(found.values())
+        _take(look, by_run)
+    return list(by_run.values())
 
 
-def _take(look: Look, found: dict[int, Hops]) -> None:
+def _take(look: Look, by_run: dict[int, Hops]) -> None:
     with reading(look) as event:
-        if id(look.run) not in found:
-            found[id(look.run)] = Hops(1 + max(int(e["stage"]) for e in look.run.clients if e["round"] > 0))
-        into = found[id(look.run)]
+        if id(look.run) not in by_run:
+            by_run[id(look.run)] = Hops(1 + max(int(e["stage"]) for e in look.run.clients if e["round"] > 0))
+        into = by_run[id(look.run)]
         hop = (event["round"] - 1) * into.links + int(event["stage"]) + 1
         into.accuracy[hop] = [None if v is None else float(v) for v in event["class_accuracy"]]
         if len(into.accuracy[hop]) != len(look.run.classes):

@@ -15,7 +15,7 @@ SIDES = {
     "in": ("In-local accuracy", "On classes in the proportions of the client's own data."),
     "out": ("Out-local accuracy", "On the classes that the client lacks or has little of."),
 }
-APART = 0.06
+BAR_SHIFT = 0.06
 """How far, in epochs, the error bars of one group stand from those of the next."""
 
 
@@ -29,7 +29,7 @@ class Visit:
 
 
 def epochs(groups: Sequence[Group], style: Style) -> Html | None:
-    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if nobody measured it."""
+    """Accuracy over the epochs of a client's visit, a figure for each stage and side; None if it was not measured."""
     visits = [v for g in groups if (v := _visit(g)) is not None]
     if not visits:
         return None
@@ -41,12 +41,12 @@ def epochs(groups: Sequence[Group], style: Style) -> Html | None:
             figures.append(figure([_drawn(visits, style, name, side)], says, where))
     rounds = ", ".join(map(str, sorted({v.round for v in visits})))
     says = (
-        f"The clients of round {rounds} while they train: epoch 0 is the model they received. Means over clients, and "
-        "over seeds; bars are one standard deviation over clients. A curve that falls on the right is forgetting as it "
-        "happens."
+        f"The clients of round {rounds} while they train. Epoch 0 is the model that they received. Means over clients "
+        "and seeds; bars are one standard deviation over clients. A line that falls shows forgetting during local "
+        "training."
     )
     parts = [sentence(says), key([v.group for v in visits], style), grid(figures)]
-    return section("Within local training", *parts, name="epochs")
+    return section("During local training", *parts, name="epochs")
 
 
 def _visit(group: Group) -> Visit | None:
@@ -56,8 +56,8 @@ def _visit(group: Group) -> Visit | None:
     last = max(number for number, _ in measured)
     stages: dict[str, list[Mapping[str, Any]]] = {}
     for number, by_stage in measured:
-        for name, found in by_stage.items() if number == last else ():
-            stages.setdefault(name, []).append(found)
+        for name, curves in by_stage.items() if number == last else ():
+            stages.setdefault(name, []).append(curves)
     return Visit(group, last, stages)
 
 
@@ -69,7 +69,7 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
         if not means:
             continue
         most = max(most, len(means))
-        colour, shift = style.colour(visit.group), APART * (i - (len(visits) - 1) / 2)
+        colour, shift = style.colour(visit.group), BAR_SHIFT * (i - (len(visits) - 1) / 2)
         bars = {"type": "data", "array": spreads, "thickness": 1.2, "width": 3, "color": colour}
         data.append(
             {
@@ -92,9 +92,9 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
 
 def _over(seeds: Sequence[Mapping[str, Any]], key: str) -> list[float | None]:
     """The mean over seeds at each epoch; where some stopped earlier, over those that did not."""
-    curves = [found[key] for found in seeds]
+    curves = [by_epoch[key] for by_epoch in seeds]
     out: list[float | None] = []
     for n in range(max(map(len, curves), default=0)):
-        found = spread([c[n] for c in curves if n < len(c) and c[n] is not None])
-        out.append(rounded(found.mean) if found else None)
+        over = spread([c[n] for c in curves if n < len(c) and c[n] is not None])
+        out.append(rounded(over.mean) if over else None)
     return out

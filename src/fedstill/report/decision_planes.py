@@ -5,32 +5,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedstill.experiment.measures.boundaries import STEPS
-from fedstill.report.features import CLASSES, class_colour
+from fedstill.report.features import BARE, CLASSES, class_colour
 from fedstill.report.figures import Figure, Style, layout, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, figure, grid, labelled, section, sentence
 from fedstill.report.measured import Look, looks, matrix, reading
 
-TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
-HEIGHT = 400
-BARE = {"showgrid": False, "zeroline": False, "showticklabels": False, "ticks": ""}
+STAGE_TITLES = {"fit": "alone", "transfer": "phase 1", "refine": "phase 2"}
+PLANE_HEIGHT = 400
 
 
 def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
-    """For each group the planes of its first seed that has any; None if nobody looked."""
-    found = [seen for g in groups if (seen := _of_last_round(g))]
-    if not found:
+    """For each group the planes of its first seed that has any; None if it was not measured."""
+    shown = [seen for g in groups if (seen := _of_last_round(g))]
+    if not shown:
         return None
     says = (
-        "Each point is a test image of a class that the client asked for (ringed) or has, at its place on the two "
-        "principal axes of the model's own features. The background is the class that the model's head gives to a "
-        "place. Below: accuracy by class on the whole test set."
+        "Each point is a test image of a class that the client asked for (ringed) or has. The axes are the "
+        "first two principal components of the model's features. The background is the class that the model's"
+        " head predicts there. Below: accuracy by class on the whole test set."
     )
     parts = []
-    for seen in found:
+    for seen in shown:
         parts += [labelled(seen[0].group, style), grid([_stage(look) for look in seen], "small")]
-    return section("Where the lines between classes run", sentence(says), *parts, name="boundaries")
+    return section("Decision boundaries", sentence(says), *parts, name="boundaries")
 
 
 def _of_last_round(group: Group) -> list[Look]:
@@ -42,7 +41,7 @@ def _of_last_round(group: Group) -> list[Look]:
 
 
 def _stage(look: Look) -> Html:
-    title = TITLES.get(str(look.event["name"]), str(look.event["name"]))
+    title = STAGE_TITLES.get(str(look.event["name"]), str(look.event["name"]))
     with reading(look):
         plane, bar = _plane(look), _accuracies(look)
         axes = {
@@ -51,7 +50,7 @@ def _stage(look: Look) -> Html:
             "xaxis2": {"type": "category", "anchor": "y2", "automargin": True},
             "yaxis2": {**BARE, "type": "category", "domain": [0, 0.1]},
         }
-        drawn = {"data": [*plane, bar], "layout": layout(height=HEIGHT, hovermode="closest", **axes)}
+        drawn = {"data": [*plane, bar], "layout": layout(height=PLANE_HEIGHT, hovermode="closest", **axes)}
         return figure([drawn], f"{look.place}, client {look.event['client']}", title)
 
 

@@ -39,13 +39,13 @@ def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
     blocks = [(name, part) for name, part in m.named_modules() if isinstance(part, Residual)]
     if not blocks:
         return None
-    found: list[tuple[str, list[str]]] = []
+    chains: list[tuple[str, list[str]]] = []
     for name, layer in blocks[-1][1].path.named_children():
         if isinstance(layer, nn.Conv2d):
-            found.append((f"{blocks[-1][0]}.path.{name}", []))
-        elif found:
-            found[-1][1].append(f"{blocks[-1][0]}.path.{name}")
-    return found
+            chains.append((f"{blocks[-1][0]}.path.{name}", []))
+        elif chains:
+            chains[-1][1].append(f"{blocks[-1][0]}.path.{name}")
+    return chains
 
 
 def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:

@@ -1,0 +1,38 @@
+"""What the server's models are worth on the common test set, by class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.data.views import SiteViews
+from fedstill.engines.passes import correct_by_class
+
+
+def images_by_class(sites: SiteViews, classes: int) -> list[int]:
+    """Test images by class (C,); zeros without a common test set."""
+    test = sites.common_test
+    return [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
+
+
+def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:
+    """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by name in ``others``.
+
+    Models of single clients ("client N") all stand in ``others``: none of them is the federation's. None where there is
+    no test set, or no test image of a class.
+    """
+    test, totals = sites.common_test, images_by_class(sites, classes)
+    if test is None or not predictors:
+        return {"accuracy": None, "class_accuracy": [None] * classes}
+    each = {}
+    for name, predict in predictors.items():
+        right = correct_by_class(predict, test, sites.inputs, classes)
+        by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
+        each[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
+    first, *others = each
+    if first.startswith("client "):
+        return {"accuracy": None, "class_accuracy": [None] * classes, "others": each}
+    return {**each[first], **({"others": {n: each[n] for n in others}} if others else {})}

@@ -1,0 +1,26 @@
+"""A network by name, as records and messages name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A network by name: what it is built from, so that equal specs are equal architectures.
+
+    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the
+    numbers of units of its hidden layers, where they are not the network's own.
+    """
+
+    name: str
+    input_shape: tuple[int, int, int]
+    classes: int
+    fields: tuple[tuple[str, Any], ...] = ()
+    widths: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        widths = [("widths", self.widths)] if self.widths else []
+        options = ", ".join(f"{k}={v}" for k, v in [*self.fields, *widths])
+        return f"{self.name}({options})" if options else self.name

@@ -1,0 +1,91 @@
+"""When a stage does not count: too few good replies, parameters that blow up, a mistake in the method at the server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from fedstill import trees
+from fedstill.errors import BadPayload, BadReturn, Diverged, FedstillError, MethodFailed, TooFewReplies
+from fedstill.origin import TRACEBACK, definition, is_users, reason
+from fedstill.records import SERVER, Reply, Stage, State, World
+from fedstill.wire.screen import Refusal, Rules
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+GROWTH = 100.0
+"""The norm guard: global parameters this many times the norm of the initial ones (at least 1) have diverged."""
+
+
+@contextmanager
+def part(method: object, name: str, where: str) -> Iterator[None]:
+    """A call of a part of a method at the server: what a mistake in it raises becomes MethodFailed, chained.
+
+    The library's errors that a method raises on purpose stay what they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        meant = isinstance(error, FedstillError) and not isinstance(error, BadReturn)
+        if meant and not (isinstance(error, BadPayload) and is_users(error)):
+            raise
+        hint = "" if isinstance(error, BadReturn) else TRACEBACK  # there, no line of the method raised
+        raise MethodFailed(f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}{hint}") from error
+
+
+def within(method: object, name: str, where: str, function: Callable[P, T]) -> Callable[P, T]:
+    """A function that a part of a method gave, to be called later: a mistake in it is named as one in the part."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with part(method, name, where):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def place(stage: Stage) -> str:
+    """Where in a run a stage is, in words."""
+    return f"round {stage.round}, stage {stage.name!r}"
+
+
+def demand_quorum(
+    stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], rules: Rules, written: str = ""
+) -> None:
+    """Raises TooFewReplies, or Diverged; ``written``: where a user's code says what is sent and what is expected."""
+    least = math.ceil(rules.quorum * len(stage.clients))
+    if len(replies) >= least:
+        return
+    first = f"client {refused[0].client} {refused[0].reason}" if refused else "no client answered"
+    if refused and all(r.diverged for r in refused):
+        raise Diverged(f"{place(stage)}: {first}; lower plan.lr, or clip gradients with plan.clip_norm")
+    if refused and refused[0].kind == "failed":
+        first += TRACEBACK
+    if refused and refused[0].kind == "unlike":
+        first += written
+    raise TooFewReplies(
+        f"{place(stage)}: {len(replies)} of {len(stage.clients)} clients replied well, {least} are needed "
+        f"(clients.quorum = {rules.quorum:g}); the first refused: {first}"
+    )
+
+
+def written(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
+    """Where a user's code says what is sent, and what is expected; empty for the library's own."""
+    sent, expected = definition(sends), definition(expects)
+    both = [f"sent by {sent}"] * bool(sent) + [f"expected by {expected}"] * bool(expected)
+    return f" ({'; '.join(both)})" if both else ""
+
+
+def guard_norm(state: State, stage: Stage, replies: Sequence[Reply], world: World) -> None:
+    """Raises Diverged if a fold gave parameters beyond the norm guard; names the client that sent the largest."""
+    norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
+    if norm <= limit:
+        return
+    sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
+    worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
+    raise Diverged(
+        f"{place(stage)}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the largest came from "
+        f"client {worst} ({sizes.get(worst, norm):.3g}); lower plan.lr or set plan.clip_norm"
+    )

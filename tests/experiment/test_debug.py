@@ -1,0 +1,167 @@
+"""Debugging a method: the traceback of the first client that fails; and what a run that failed leaves behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.cli import call
+from fedstill.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
+from fedstill.experiment.progress import Quiet
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.running.runner import resume, run
+from flowers import needs_flower
+from newcomer import MINE, SHAPES, at_the_server, mine, refusals
+from run_bits import assert_same_bits, bits
+
+
+@pytest.mark.parametrize(
+    ("engine", "who"),
+    [("serial", "client 0"), ("pooled", r"client \d"), ("vectorised", "clients 0, 1, 2, 3 in a stack")],
+)
+def test_debugging_ends_with_the_clients_own_exception_chained(engine: str, who: str, tmp_path: Path) -> None:
+    experiment, line = mine(tmp_path, SHAPES, engine=engine, partition={"kind": "iid"})
+    with pytest.raises(ClientFailed, match=rf"^round 1, stage 'train': {who} failed: RuntimeError: .*") as caught:
+        run(experiment, tmp_path / "run", toys.blobs(), debug=True)
+    assert str(caught.value).endswith(f"(mine.py, line {line}, in terms)")
+    error = caught.value.__cause__
+    assert isinstance(error, RuntimeError)
+    places = [(entry.path.name, entry.lineno + 1) for entry in pytest.ExceptionInfo.from_exception(error).traceback]
+    assert ("mine.py", line) in places
+    assert refusals(tmp_path / "run") == []
+    with pytest.raises(ClientFailed):
+        resume(tmp_path / "run", toys.blobs(), debug=True)
+
+
+def test_a_test_of_ones_own_on_the_serial_engine_shows_the_exception_unless_it_says_otherwise(tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path, SHAPES, engine="serial")
+    with pytest.raises(ClientFailed):
+        run(experiment, tmp_path / "serial", toys.blobs())
+    with pytest.raises(TooFewReplies):
+        run(experiment, tmp_path / "told", toys.blobs(), debug=False)
+    with pytest.raises(TooFewReplies):
+        run(replace(experiment, engine="pooled"), tmp_path / "pooled", toys.blobs())
+
+
+@needs_flower
+def test_on_flower_the_reason_that_a_site_gives_has_file_and_line_and_its_traceback_stays_there(tmp_path: Path) -> None:
+    experiment, line = mine(tmp_path, SHAPES, engine="flower")
+    with pytest.raises(TooFewReplies, match=rf"\(mine\.py, line {line}, in terms\)"):
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert len(refusals(tmp_path / "run")) == 4
+    with pytest.raises(ConfigError, match="debug a run with engine = 'serial'"):
+        run(experiment, tmp_path / "again", toys.blobs(), debug=True)
+    assert not (tmp_path / "again").exists()
+
+
+CONFIG = """
+rounds = 1
+method = "mine.py"
+measure = []
+reuse = false
+model = "logistic"
+
+[data]
+name = "digits"
+train_size = 200
+test_size = 50
+
+[topology]
+clients = 4
+
+[plan]
+epochs = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "text"),
+    [(SHAPES, "", "in terms"), ("", at_the_server("fold", "return state.extra['x']"), "in fold")],
+)
+def test_the_command_says_one_line_and_with_debug_the_traceback(
+    client: str, server: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, line = mine(tmp_path, client, server)
+    (tmp_path / "mine.toml").write_text(CONFIG)
+    run_it = ["run", str(tmp_path / "mine.toml"), "--quiet", "--out"]
+    assert call([*run_it, str(tmp_path / "one")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"(mine.py, line {line}, {text}); see the traceback with --debug" in said
+    for command in ([*run_it, str(tmp_path / "two"), "--debug"], ["resume", str(tmp_path / "one"), "-q", "--debug"]):
+        assert call(command) == 1
+        said = capsys.readouterr().err
+        assert "Traceback (most recent call last)" in said
+        assert f'mine.py", line {line}, {text}' in said
+        assert "The above exception was the direct cause of the following exception" in said
+        assert said.splitlines()[-1].startswith("fedstill: round 1, stage 'train': ")
+
+
+def test_a_comparison_shows_the_traceback_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, line = mine(tmp_path, SHAPES)
+    (tmp_path / "mine.toml").write_text(CONFIG)
+    compare = ["compare", str(tmp_path / "mine.toml"), "--seeds", "1", "--jobs", "1", "--quiet", "--out"]
+    assert call([*compare, str(tmp_path / "one")]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    assert call([*compare, str(tmp_path / "two"), "--debug"]) == 1
+    assert f'mine.py", line {line}, in terms' in capsys.readouterr().err
+
+
+def test_a_file_that_was_mended_is_another_run(tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path, SHAPES)
+    with pytest.raises(TooFewReplies):
+        run(experiment, tmp_path / "run", toys.blobs())
+    (tmp_path / "mine.py").write_text(MINE)
+    with pytest.raises(CorruptFile, match=r"mine\.py is not the file that the run was started with"):
+        resume(tmp_path / "run", toys.blobs())
+
+
+class ClosesAfter(Quiet):
+    """Takes a file away when a round is done."""
+
+    def __init__(self, gate: Path, round: int) -> None:
+        self.gate, self.last = gate, round
+
+    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
+        if round == self.last:
+            self.gate.unlink()
+
+
+def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    client = f"""
+    def begin(self, down, memory, view, world):
+        from pathlib import Path
+
+        if view.client > 0 and not Path({str(gate)!r}).exists():
+            raise OSError("the network is gone")
+        return Carry(params=down.params)
+    """
+    experiment, _ = mine(tmp_path, client, measure=("local",), measure_every=1)
+    gate.touch()
+    run(experiment, tmp_path / "whole", toys.blobs())
+    with pytest.raises(TooFewReplies, match="round 2"):
+        run(experiment, tmp_path / "run", toys.blobs(), ClosesAfter(gate, 1))
+    for _ in range(2):  # it fails once more, and the journal does not grow by that
+        gone = refusals(tmp_path / "run")
+        assert [(e["round"], e["client"]) for e in gone] == [(2, 1), (2, 2), (2, 3)]
+        assert all("OSError: the network is gone (mine.py, line " in e["refused"] for e in gone)
+        last = journals.read_journal(tmp_path / "run" / "journal.jsonl")[-4:]
+        assert [e["client"] for e in last] == [0, 1, 2, 3], "who replied well stands there too"
+        with pytest.raises(TooFewReplies):
+            resume(tmp_path / "run", toys.blobs())
+    gate.touch()
+    resume(tmp_path / "run", toys.blobs())
+    assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
+    assert refusals(tmp_path / "run") == []
+
+
+def test_who_diverged_is_in_the_journal(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="round 1"):
+        run(toys.toy(plan={"epochs": 2, "batch": 10, "lr": 1e4}), tmp_path / "run", data=toys.blobs())
+    gone = refusals(tmp_path / "run")
+    assert len(gone) == 4
+    assert all("norm" in e["refused"] or "not finite" in e["refused"] for e in gone)

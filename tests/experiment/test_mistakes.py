@@ -1,0 +1,240 @@
+"""A method with a mistake, written as a newcomer would: the message says where it is, the journal who was refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.errors import IncompatibleMethod, MethodFailed, TooFewReplies
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.running.runner import run
+from newcomer import SHAPES, at_the_server, mine, refusals
+
+NO_LINE = "what the library stumbles over"
+
+AT_CLIENTS = {
+    "shape in terms": (
+        SHAPES,
+        "RuntimeError: ",
+        "in terms",
+    ),
+    "name in begin": (
+        """
+        def begin(self, down, memory, view, world):
+            return Carry(params=parameters)  # HERE
+        """,
+        "NameError: name 'parameters' is not defined",
+        "in begin",
+    ),
+    "teacher that was not given": (
+        """
+        def terms(self, step, carry):
+            return {"ce": cross_entropy(step.logits(), step.teacher("global").argmax(1))}  # HERE
+        """,
+        "there is no teacher 'global' in the carry, only []",
+        "in terms",
+    ),
+    "group that was not sent": (
+        """
+        def begin(self, down, memory, view, world):
+            return Carry(params=down.tensors("weights"))  # HERE
+        """,
+        "there is no group 'weights'",
+        "in begin",
+    ),
+    "below a library": (
+        """
+        def terms(self, step, carry):
+            values = sorted([step, carry], key=self.measure)  # the call, not the place
+            return {"ce": cross_entropy(step.logits(), step.y)}
+
+        def measure(self, one):
+            return one.size  # HERE
+        """,
+        "AttributeError: ",
+        "in measure",
+    ),
+    "a tensor, not a dict": (
+        """
+        def terms(self, step, carry):  # HERE
+            return cross_entropy(step.logits(), step.y)
+        """,
+        "LocalTraining.terms gives a Tensor, not a dict of tensors by name",
+        "in terms",
+    ),
+    "nothing returned": (
+        """
+        def terms(self, step, carry):  # HERE
+            terms = {"ce": cross_entropy(step.logits(), step.y)}
+        """,
+        "LocalTraining.terms gives None, not a dict of tensors by name",
+        "in terms",
+    ),
+    "a value a class": (
+        """
+        def terms(self, step, carry):  # HERE
+            return {"p": step.logits().softmax(1)}
+        """,
+        "LocalTraining.terms gives 'p' of shape (10, 5), not (10,), a value an example, or ()",
+        "in terms",
+    ),
+    "a number": (
+        """
+        def terms(self, step, carry):  # HERE
+            return {"ce": cross_entropy(step.logits(), step.y), "weight": 1.0}
+        """,
+        "LocalTraining.terms gives a float as 'weight', not a tensor",
+        "in terms",
+    ),
+    "one payload": (
+        """
+        def end(self, params, carry, ran, view, world):  # HERE
+            return Payload(params=params)
+        """,
+        "LocalTraining.end gives a Payload, not two Payloads",
+        "in end",
+    ),
+    "no carry": (
+        """
+        def begin(self, down, memory, view, world):  # HERE
+            return down.params
+        """,
+        "LocalTraining.begin gives a dict, not a Carry",
+        "in begin",
+    ),
+    "words for a report": (
+        """
+        def report(self, params, carry, view, world):  # HERE
+            return "well"
+        """,
+        "LocalTraining.report gives a str, not a dict",
+        "in report",
+    ),
+    NO_LINE: (
+        """
+        def adjust(self, grads, carry):  # HERE
+            grads = {k: 2 * g for k, g in grads.items()}
+        """,
+        "NoneType",
+        "class LocalTraining",
+    ),
+}
+
+
+IN_THREADS_AND_STACKS = ("shape in terms", "name in begin", "a value a class", "one payload", NO_LINE)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "engine"),
+    [(m, "serial") for m in AT_CLIENTS] + [(m, e) for m in IN_THREADS_AND_STACKS for e in ("pooled", "vectorised")],
+)
+def test_a_mistake_at_a_client_is_said_with_its_file_and_line(mistake: str, engine: str, tmp_path: Path) -> None:
+    body, text, function = AT_CLIENTS[mistake]
+    experiment, line = mine(tmp_path, body, engine=engine)
+    with pytest.raises(TooFewReplies) as caught:
+        run(experiment, tmp_path / "run", toys.blobs(), debug=False)
+    said = str(caught.value)
+    assert "0 of 4 clients replied well" in said
+    assert text in said
+    assert f"(mine.py, line {line}, {function})" in said or f"line {line}, {function})" in said
+    assert said.endswith("see the traceback with --debug")
+    gone = refusals(tmp_path / "run")
+    assert [e["client"] for e in gone] == [0, 1, 2, 3], "the journal names them all"
+    assert all(text in e["refused"] and f"line {line}" in e["refused"] for e in gone)
+
+
+def test_a_reply_that_lacks_a_group_says_where_it_is_sent_and_where_expected(tmp_path: Path) -> None:
+    client = """
+    def end(self, params, carry, ran, view, world):  # HERE
+        return Payload(weights=params), NOTHING
+    """
+    experiment, line = mine(tmp_path, client)
+    with pytest.raises(TooFewReplies) as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    said = str(caught.value)
+    assert "client 0 groups differ: missing ['params'], not asked for ['weights']" in said
+    assert said.endswith(f"(sent by mine.py, line {line}, in end)"), "what is expected, the library says"
+    assert len(refusals(tmp_path / "run")) == 4
+
+
+AT_THE_SERVER = {
+    "setup": ("return world.initial_parameters", "before round 1: Mine.setup failed: AttributeError"),
+    "open": ("return state.extra['shares']", "round 1: Mine.open failed: there is no group 'shares', only []"),
+    "down": ("return Payload(params=state.weights)", "round 1, stage 'train': Mine.down failed: AttributeError"),
+    "work": ("return Trained(self)", "round 1, stage 'train': Mine.work failed: NameError"),
+    "expects": ("return Payload(params=sent)", "round 1, stage 'train': Mine.expects failed: NameError"),
+    "fold": ("return {r.client: r for r in replies}[-7]", "round 1, stage 'train': Mine.fold failed: KeyError: -7"),
+    "predictors": ("return {'global': state.model.forward}", "before round 1: Mine.predictors failed: AttributeError"),
+}
+
+
+@pytest.mark.parametrize("part", AT_THE_SERVER)
+def test_a_mistake_at_the_server_is_one_line_with_its_file_and_line(part: str, tmp_path: Path) -> None:
+    mistake, text = AT_THE_SERVER[part]
+    experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
+    with pytest.raises(MethodFailed) as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    said = str(caught.value)
+    assert said.startswith(text)
+    assert said.endswith(f"(mine.py, line {line}, in {part}); see the traceback with --debug")
+    assert caught.value.__cause__ is not None
+    assert caught.value.exit_code == 1
+
+
+def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Path) -> None:
+    server = at_the_server("predictors", "return {'global': lambda x: x.logits()}")
+    experiment, line = mine(tmp_path, server=server)
+    with pytest.raises(MethodFailed, match=r"Mine\.predictors failed: AttributeError") as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert f"(mine.py, line {line}, in <lambda>)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "mistake", "text"),
+    [
+        ("fold", "state.next(params=replies[0].up.params)", "Mine.fold gives None, not a State"),
+        ("fold", "return replies[0].up.params", "Mine.fold gives a dict, not a State"),
+        ("down", "return state.params", "Mine.down gives a dict, not a Payload"),
+        ("work", "LocalTraining(self)", "Mine.work gives None, not a ClientWork"),
+    ],
+)
+def test_what_a_method_gives_must_be_what_it_is_asked_for(part: str, mistake: str, text: str, tmp_path: Path) -> None:
+    experiment, line = mine(tmp_path, server=at_the_server(part, mistake))
+    with pytest.raises(MethodFailed) as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert str(caught.value).endswith(f"{text} (mine.py, line {line - 1}, in {part})")
+
+
+def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Path) -> None:
+    server = """
+    def open(self, state, stages, world):
+        from fedstill.errors import IncompatibleMethod
+        raise IncompatibleMethod("mine needs an odd number of clients")
+    """
+    experiment, _ = mine(tmp_path, server=server)
+    with pytest.raises(IncompatibleMethod, match=r"^mine needs an odd number of clients$") as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert caught.value.exit_code == 2
+
+
+def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) -> None:
+    client = """
+    def end(self, params, carry, ran, view, world):
+        if view.client == 2:
+            raise OSError("the disk is full")
+        return Payload(params=params), NOTHING
+    """
+    experiment, _ = mine(tmp_path, client, at_the_server("fold", "return state.nothing"))
+    with pytest.raises(MethodFailed, match=r"Mine\.fold"):
+        run(experiment, tmp_path / "run", toys.blobs())
+    events = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    assert [e["client"] for e in events] == [0, 1, 3, 2]
+    assert [e["client"] for e in refusals(tmp_path / "run")] == [2]
+
+
+def test_a_mistake_in_the_librarys_own_method_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstill.methods.fedntd.nckd", None)
+    with pytest.raises(TooFewReplies, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"):
+        run(toys.toy("fedntd"), tmp_path / "run", toys.blobs())
