@@ -106,7 +106,8 @@ def test_the_page_on_configurations_names_every_key(key: str) -> None:
 
 def test_the_page_on_configurations_names_every_measure() -> None:
     page = text("docs/configuration.md")
-    assert [name for name in registry.names("measure") if f"| `{name}` |" not in page] == []
+    named = [n for n in registry.names("measure") if not n.startswith("toy_")]  # what other tests registered
+    assert [name for name in named if f"| `{name}` |" not in page] == []
 
 
 def test_benchmarks_that_a_page_names_are_there() -> None:

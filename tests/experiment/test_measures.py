@@ -357,7 +357,7 @@ def test_without_a_test_set_nothing_can_be_looked_at_but_what_clients_send() -> 
     )
     for name in MEASURES:
         if name not in WITH_REPLIES and name not in ON_CIRCLE:
-            with pytest.raises(IncompatibleMethod, match=f"measure {name}: it looks at a common test set"):
+            with pytest.raises(IncompatibleMethod, match=f"measure {name}: it needs a common test set"):
                 check_fit(measures([name]), one_by_one(setting) if name == "chain" else setting)
     check_fit(measures(sorted(WITH_REPLIES)), setting)
 

@@ -15,6 +15,7 @@ from fedstill import docstrings, registry
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.method import run_census, run_round
+from fedstill.watch import Unwatched
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "fedadkd": [{"method": {"phi_timing": "exact"}}, {"topology": {"kind": "sequential"}}],
@@ -43,16 +44,17 @@ def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     state = settings.method.setup(world)
     in_state, in_memory = set(state.extra), set()
 
-    def watch(*of_stage: Any) -> None:
-        in_state.update(of_stage[-1].extra)
-        for client in range(-1, world.clients):
-            in_memory.update(engine.memory.load(client))
+    class Groups(Unwatched):
+        def stage(self, *of_stage: Any) -> None:
+            in_state.update(of_stage[-1].extra)
+            for client in range(-1, world.clients):
+                in_memory.update(engine.memory.load(client))
 
     if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, watch, settings.rules)
+        state = run_census(state, world, engine, Groups(), settings.rules)
     while state.round <= world.rounds:
         stages = settings.topology(state.round, world)
-        state = run_round(settings.method, state, stages, world, engine, watch, settings.rules)
+        state = run_round(settings.method, state, stages, world, engine, Groups(), settings.rules)
     engine.close()
     return in_state - OF_CHAINS, in_memory
 

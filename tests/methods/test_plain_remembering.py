@@ -140,10 +140,10 @@ def test_feddf_never_reads_a_public_label() -> None:
 
 
 def test_a_methods_schedule_is_the_default_of_its_own_topology_only() -> None:
-    assert settle(experiment("feddf", **PUBLIC))["topology"]["server"] == "teach_server"
+    assert settle(experiment("feddf", **PUBLIC)).named.topology.values["server"] == "teach_server"
     named = settle(experiment("feddf", topology={"kind": "parallel", "clients": 6}, **PUBLIC))
-    assert named["topology"]["server"] == "teach_server"
-    assert settle(experiment("fedavg"))["topology"]["server"] == ""
+    assert named.named.topology.values["server"] == "teach_server"
+    assert settle(experiment("fedavg")).named.topology.values["server"] == ""
     with pytest.raises(IncompatibleMethod, match="topology"):
         ready_for("feddf", topology={"kind": "public_logits", "clients": 6}, **PUBLIC)
 

@@ -23,6 +23,7 @@ from fedstill.methods.hiper_fedkd import HiPerFedKD
 from fedstill.methods.public_logits import Distil, TrainThenPredict
 from fedstill.records import SERVER, Examples, State
 from fedstill.registry import method
+from fedstill.work import ClientWork
 
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
 PUBLIC = [n for n in NAMES if "public_data" in registry.lookup("method", n).build().requires()]
@@ -138,23 +139,19 @@ class Failing(HiPerFedKD):
         return FailingWork(super().work(stage), self.who if (stage.round, stage.name) == (1, self.where) else ())
 
 
-class FailingWork:
-    def __init__(self, work, who: tuple[int, ...]) -> None:
+class FailingWork(ClientWork):
+    def __init__(self, work: ClientWork, who: tuple[int, ...]) -> None:
         self.work, self.who = work, who
 
-    def __getattr__(self, name: str):
-        return getattr(self.work, name)
+    def __getattribute__(self, name: str):
+        if name in ("begin", "terms", "report", "adjust", "settle", "score", "trainable"):
+            return getattr(self.work, name)
+        return super().__getattribute__(name)
 
     def end(self, params, carry, ran, view, world):
         if view.client in self.who:
             raise RuntimeError("this site is gone")
         return self.work.end(params, carry, ran, view, world)
-
-    def settle(self, *given):
-        return self.work.settle(*given)
-
-    def adjust(self, *given):
-        return self.work.adjust(*given)
 
 
 @pytest.mark.parametrize("where", ["local", "distil"])
