@@ -14,7 +14,7 @@ test: .venv/ready
 	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
 slow: .venv/ready
-	.venv/bin/python -m pytest -m slow
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python -m pytest -m slow
 
 lint: .venv/ready
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy && .venv/bin/lint-imports

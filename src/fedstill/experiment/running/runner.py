@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
+from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.config.experiment import Experiment, from_tree
@@ -61,14 +62,17 @@ def run(
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
     debug = debugged(debug, settings.engine)
-    if grid is None and elsewhere(settings):
-        _check_before(settings, data)
-        made = new_directory(settings, Path(out) if out else None)
-        if elsewhere(settings) == "ray":
-            return simulate(settings, data, made, lambda ray: run(experiment, made, data, watch, ray, debug))
-        return submit(settings, made, False, watch or Quiet())
+    where = elsewhere(settings) if grid is None else ""
+    if data is not None and where == "federation":
+        raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
+    if settings.engine == "flower":
+        require_flower()  # before there is a directory
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
+    if where == "ray":
+        return simulate(settings, data, folder, lambda ray: run(experiment, folder, data, watch, ray, debug))
+    if where:
+        return submit(settings, folder, False, watch or Quiet())
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
@@ -101,13 +105,6 @@ def resume(
         sweep(folder)
         with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, debug)) as driver:
             return driver.go()
-
-
-def _check_before(settings: Settings, data: Dataset | None) -> None:
-    """Refuse what the server or Ray would refuse, before anything is sent."""
-    if data is not None and elsewhere(settings) == "federation":
-        raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
-    prepare(settings, data)
 
 
 def settings_of(folder: Path) -> Settings:
