@@ -14,7 +14,7 @@ from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
-from newcomer import MINE, SHAPES, at_the_server, mine, refusals
+from newcomer import SHAPES, at_the_server, mine, refusals
 from run_bits import assert_same_bits, bits
 
 
@@ -114,7 +114,8 @@ def test_a_file_that_was_mended_is_another_run(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, SHAPES)
     with pytest.raises(TooFewReplies):
         run(experiment, tmp_path / "run", toys.blobs())
-    (tmp_path / "mine.py").write_text(MINE)
+    path = tmp_path / "mine.py"
+    path.write_text(path.read_text() + "# mended\n")
     with pytest.raises(CorruptFile, match=r"mine\.py is not the file that the run was started with"):
         resume(tmp_path / "run", toys.blobs())
 
