@@ -139,12 +139,22 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:60]}… ({len(text)} characters)"
 
 
-@lru_cache(maxsize=1024)
 def _adapter(hint: Any) -> TypeAdapter[Any]:
+    try:
+        hash(hint)
+    except TypeError:  # an annotation may hold a dict or a list, and then it cannot be a key of the cache
+        return _new_adapter(hint)
+    return _known_adapter(hint)
+
+
+def _new_adapter(hint: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
     except PydanticUserError as error:
         raise ConfigError(f"has a type that a config cannot hold: {on_one_line(error)}") from error
+
+
+_known_adapter = lru_cache(maxsize=1024)(_new_adapter)
 
 
 @lru_cache(maxsize=1024)

@@ -1,0 +1,29 @@
+"""The one checker of values, for fields and for config tables."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import numpy as np
+import pytest
+from annotated_types import Interval
+
+from fedstill.errors import ConfigError
+from fedstill.fields import checked, problem
+
+NOTED = Annotated[float, {"unit": "seconds"}, Interval(gt=0)]
+"""Metadata that cannot be hashed, as another library may write it."""
+
+
+def test_an_annotation_that_cannot_be_hashed_is_checked_like_any_other() -> None:
+    assert checked({"wait": (NOTED, 1.0)}, {"wait": 2.0}, "mine") == {"wait": 2.0}
+    with pytest.raises(ConfigError, match=r"mine\.wait = -1\.0: input should be greater than 0"):
+        checked({"wait": (NOTED, 1.0)}, {"wait": -1.0}, "mine")
+
+
+def test_numpys_numbers_count_as_the_numbers_that_they_are() -> None:
+    count = Annotated[int, Interval(ge=1)]
+    assert problem(count, np.int64(3)) == ""
+    assert problem(count, np.int64(0)) != ""
+    assert problem(count, np.float64(1.5)) != ""
+    assert problem(count, True) != ""
