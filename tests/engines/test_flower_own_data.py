@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 
 import toys
+from fedstill.engines.client_measures import AtClient
 from fedstill.engines.flower.client_app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.measures.base import Measure
 from fedstill.experiment.on_flower.site import Clerk, Site
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
+from fedstill.registry import register
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -114,3 +117,22 @@ def test_a_query_that_would_need_the_sites_labels_is_refused_before_round_1(tmp_
     what = experiment("qkt", query={"draw": "single", "fewer_than": 5})
     with pytest.raises(ConfigError, match=r"query.draw: the server does not see .*; write \[query.classes\]"):
         over(what, [], tmp_path / "run")
+
+
+@register("measure", "toy_spread")
+class Spread(Measure):
+    """A number from a site's own data that may leave it."""
+
+    at_sites = True
+
+    def at_client(self, seen: AtClient) -> dict[str, float]:
+        return {"spread": float(seen.view.logits(seen.end).std())}
+
+
+def test_real_sites_take_the_measures_that_say_so_and_no_others(tmp_path: Path) -> None:
+    what = replace(RUNS[next(iter(RUNS))], measure=("local", "toy_spread"), measure_every=1)
+    over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
+    events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client" and e["round"]]
+    assert events
+    assert all("spread" in e and "site_accuracy" in e for e in events)
+    assert not any("label_counts" in e or "correct_by_class" in e for e in events), "they stay at the site"

@@ -127,10 +127,12 @@ class Measure:
     that train on their data).
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
+    ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     only_last: ClassVar[bool] = False
+    at_sites: ClassVar[bool] = False
     each_epoch: ClassVar[bool] = False
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
@@ -160,9 +162,13 @@ class Measure:
         return 0
 
 
-def at_clients(measures: Mapping[str, Measure], rounds: frozenset[int]) -> ClientMeasures:
-    """Those of a run's measures that clients take, in these rounds."""
-    theirs = {name: m for name, m in measures.items() if type(m).at_client is not Measure.at_client}
+def at_clients(measures: Mapping[str, Measure], rounds: frozenset[int], real_site: bool = False) -> ClientMeasures:
+    """Those of a run's measures that clients take, in these rounds; a real site only those with ``at_sites``."""
+    theirs = {
+        name: measure
+        for name, measure in measures.items()
+        if type(measure).at_client is not Measure.at_client and (measure.at_sites or not real_site)
+    }
     return ClientMeasures(theirs, rounds if theirs else frozenset())
 
 

@@ -102,7 +102,7 @@ class Clerk:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
         memory = Memory.of({client: desk.remembered(request.memory)})
-        engine = ready.engine(memory, serial=True, measured=not settings.on_sites, reuse=False)
+        engine = ready.engine(memory, site=True)
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)

@@ -42,26 +42,26 @@ class Prepared:
     world: RunWorld
     sites: SiteViews
 
-    def engine(
-        self, memory: Memory | None = None, *, serial: bool = False, measured: bool = True, reuse: bool = True
-    ) -> SerialEngine:
+    def engine(self, memory: Memory | None = None, *, site: bool = False, measured: bool = True) -> SerialEngine:
         """The engine that carries stages out in this process, as the settings name it.
 
-        ``memory``: what clients remember; in this process if it is left out. ``serial``: the serial engine whatever
-        the settings say. ``measured``: whether clients measure their own models. ``reuse``: whether replies that other
-        runs have kept may serve again, if the settings allow it.
+        ``memory``: what clients remember; in this process if it is left out. ``site``: of one site, which does one
+        client's stages: the serial engine, without replies that other runs have kept. ``measured``: whether clients
+        measure their own models.
         """
         settings = self.settings
         rounds = measured_rounds(settings.rounds, settings.measure_every)
-        kind = SerialEngine if serial else ENGINES.get(settings.engine, SerialEngine)
+        kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
         return kind(
             self.world,
             self.sites,
             memory or Memory(),
             settings.threads,
             settings.precision,
-            at_clients(measures(settings.measure), rounds) if measured else ClientMeasures(),
-            kept=self._kept() if reuse and settings.reuse else None,
+            at_clients(measures(settings.measure), rounds, site and settings.on_sites)
+            if measured
+            else ClientMeasures(),
+            kept=self._kept() if settings.reuse and not site else None,
             privacy=settings.privacy,
         )
 
