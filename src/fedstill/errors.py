@@ -104,6 +104,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(names)}" if names else "there are none"
 
 
+MAX_REASON = 300
+"""The most characters of a reason: why a client failed, or why its reply was refused."""
+
+
+def cut_reason(text: str) -> str:
+    """A reason on one line, cut to its first 300 characters.
+
+    >>> len(cut_reason("no " * 1000))
+    300
+    """
+    return " ".join(text[: 10 * MAX_REASON].split())[:MAX_REASON]
+
+
 def on_one_line(error: BaseException) -> str:
     """Another library's error, or a user's: its type and its text, cut to a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return cut_reason(f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
-from fedstill.errors import BadReturn, FedstillError
+from fedstill.errors import MAX_REASON, BadReturn, FedstillError, cut_reason
 
 T = TypeVar("T")
 
@@ -28,11 +28,12 @@ def reason(error: BaseException, author: Any = None) -> str:
     ``author``: the object whose code was called; where no line of a user's raised, a user's class is named instead.
     """
     expected = isinstance(error, FedstillError)
-    text = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
+    text = cut_reason(str(error) if expected else f"{type(error).__name__}: {error}")
     where = "" if isinstance(error, BadReturn) else _users_line(error)
     if not where and not expected:
         where = _users_class(author) or _methods_line(error)
-    return (text + (f" ({where})" if where else "")) or "no reason"
+    where = f" ({where})" if where else ""
+    return (text[: max(0, MAX_REASON - len(where))] + where) or "no reason"
 
 
 def is_users(error: BaseException) -> bool:

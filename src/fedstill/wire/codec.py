@@ -22,6 +22,10 @@ from fedstill.records import Group, Payload
 MAX_BYTES = 4 << 30
 MAX_TENSOR_HEADER = 8 << 20
 MAX_NAME = 512
+MAX_ENTRIES = 20_000
+"""The most tensors, and the most groups, of one payload."""
+MAX_DIMS = 8
+"""The most dimensions of a tensor."""
 _KEY = "fedstill"
 _METADATA = "__metadata__"
 
@@ -45,6 +49,7 @@ def encode(payload: Payload) -> bytes:
             rest[name] = group
         else:
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a string")
+    _check_sizes(len(payload), {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()}, MAX_ENTRIES)
     try:
         note = json.dumps({"groups": list(payload), "rest": rest})
         own = {name: _stored(name, tensor) for name, tensor in tensors.items()}
@@ -53,12 +58,14 @@ def encode(payload: Payload) -> bytes:
         raise BadPayload(f"the payload cannot be stored: {error}") from error
 
 
-def decode(data: bytes, limit: int = MAX_BYTES) -> Payload:
+def decode(data: bytes, limit: int = MAX_BYTES, entries: int = MAX_ENTRIES) -> Payload:
     """The payload in some bytes; raises BadPayload if they are too many, malformed, or not a payload.
+
+    ``entries``: how many tensors it may hold. What is refused is refused before a tensor is made.
 
     Every tensor owns its memory, aligned as torch aligns it: kernels may choose their order of summation by that.
     """
-    note = _note(data, limit)
+    note = _note(data, limit, entries)
     try:
         tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(data).items()}
     except (SafetensorError, KeyError, ValueError, RuntimeError, OverflowError) as error:
@@ -89,7 +96,7 @@ def _taken(tensors: dict[str, Tensor], name: str) -> Tensor:
     return tensors.pop(name)
 
 
-def _note(data: bytes, limit: int) -> dict[str, Any]:
+def _note(data: bytes, limit: int, entries: int) -> dict[str, Any]:
     if len(data) > limit:
         raise BadPayload(f"{len(data)} bytes are more than the limit of {limit}")
     if len(data) < 8:
@@ -97,14 +104,27 @@ def _note(data: bytes, limit: int) -> dict[str, Any]:
     (size,) = struct.unpack("<Q", data[:8])
     if size > min(MAX_TENSOR_HEADER, len(data) - 8):
         raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_TENSOR_HEADER})")
+    text = data[8 : 8 + size]
+    if text.count(b"{") > entries + 8 or text.count(b",") > 16 * entries + 64:  # counted, because parsing takes long
+        raise BadPayload(f"it holds more than {entries} tensors, the limit")
     try:
-        header = json.loads(data[8 : 8 + size].decode(), object_pairs_hook=_unique)
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
         note = json.loads(header[_METADATA][_KEY], object_pairs_hook=_unique)
+        dims = {name: len(entry["shape"]) for name, entry in header.items() if name != _METADATA}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadPayload(f"the header is not a payload's: {type(error).__name__} {error}") from error
+        raise BadPayload(f"the header is not a payload's: {type(error).__name__} {str(error)[:100]}") from error
     if not _is_note(note):
         raise BadPayload("the header does not describe groups")
+    _check_sizes(len(note["groups"]), dims, entries)
     return note  # type: ignore[no-any-return]
+
+
+def _check_sizes(groups: int, dims: Mapping[str, int], entries: int) -> None:
+    if max(groups, len(dims)) > entries:
+        raise BadPayload(f"it holds {groups} groups and {len(dims)} tensors, over the limit of {entries}")
+    for name, count in dims.items():
+        if count > MAX_DIMS:
+            raise BadPayload(f"{name[:80]!r} has {count} dimensions, over the limit of {MAX_DIMS}")
 
 
 def _is_note(note: Any) -> bool:

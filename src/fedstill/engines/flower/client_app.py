@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
+MOST_OF_A_REQUEST = 1_000_000
+"""The most groups and tensors of a request: among peers, one holds the models of all."""
+
 Does = Callable[[Request], SiteReply]
 """Does a stage for one client; a refusal or a failure is its answer."""
 
@@ -27,7 +30,7 @@ def client_app(clerk_of: Callable[[Context], tuple[int, Does]], max_bytes: int) 
     @app.train(STAGE.partition(".")[2])  # type: ignore[untyped-decorator]
     def stage(message: Message, context: Context) -> Message:
         _, clerk = clerk_of(context)
-        request = Request.of(*header_and_payload(message.content, max_bytes))
+        request = Request.of(*header_and_payload(message.content, max_bytes, MOST_OF_A_REQUEST))
         return Message(content(clerk(request)), reply_to=message)
 
     @app.query(WHOAMI.partition(".")[2])  # type: ignore[untyped-decorator]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.errors import BadPayload
+from fedstill.errors import BadPayload, cut_reason, on_one_line
 
 if TYPE_CHECKING:
     from flwr.app import Message
@@ -155,8 +155,9 @@ class Fleet:
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
             answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
-        except BadPayload as error:
-            return _failed(request, f"answered with no answer: {error}")
+        except Exception as error:  # whatever a message does to its reader, it is one client's
+            said = str(error) if isinstance(error, BadPayload) else on_one_line(error)
+            return _failed(request, f"answered with no answer: {said}")
         if answer.client != request.client:
             return _failed(request, f"answered as client {answer.client}")
         return answer
@@ -177,4 +178,4 @@ class Fleet:
 
 
 def _failed(request: Request, why: str) -> SiteReply:
-    return SiteReply(request.client, request.stage.round, request.stage.index, failure=why)
+    return SiteReply(request.client, request.stage.round, request.stage.index, failure=cut_reason(why))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
 from fedstill.records import Payload
-from fedstill.wire.codec import decode, encode
+from fedstill.wire.codec import MAX_ENTRIES, decode, encode
 
 if TYPE_CHECKING:
     from flwr.app import RecordDict
@@ -49,8 +50,11 @@ def content(message: Request | SiteReply) -> RecordDict:
     return RecordDict({"header": ConfigRecord({"json": message.header()}), "groups": ArrayRecord(arrays)})
 
 
-def header_and_payload(records: RecordDict, limit: int) -> tuple[str, Payload]:
-    """The two halves of a message's content; raises BadPayload for anything else, or more bytes than the limit."""
+def header_and_payload(records: RecordDict, limit: int, entries: int = MAX_ENTRIES) -> tuple[str, Payload]:
+    """The two halves of a message's content; raises BadPayload for anything else, or more than the limits.
+
+    ``limit``: of bytes; ``entries``: of groups and tensors.
+    """
     header, groups = records.config_records.get("header"), records.array_records.get("groups")
     text = header.get("json") if header is not None else None
     if groups is None or not isinstance(text, str) or len(records) != 2:
@@ -59,9 +63,12 @@ def header_and_payload(records: RecordDict, limit: int) -> tuple[str, Payload]:
     if size > limit:
         raise BadPayload(f"the message has {size} bytes, over the limit of {limit}")
     payload: dict[str, object] = {}
-    for key in sorted(groups):
-        one = decode(groups[key].data, limit)
+    for key in sorted(groups) if len(groups) <= entries else ():
+        one = decode(groups[key].data, limit, min(entries, MAX_ENTRIES))
         if len(one) != 1 or set(one) & set(payload):
             raise BadPayload(f"array {key[:20]!r} does not hold one group of its own")
         payload.update(one)
+        entries -= sum(len(group) if isinstance(group, Mapping) else 1 for group in one.values())
+    if len(payload) != len(groups) or entries < 0:
+        raise BadPayload("the message holds too many groups and tensors")
     return text, Payload(payload)  # type: ignore[arg-type]
