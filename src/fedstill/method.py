@@ -167,7 +167,8 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
     stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    replies, refused = screen(lambda _: expected, stage, downs, engine.run(work, stage, downs, world.seed), rules)
+    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
+    replies, refused = screen(lambda _: expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
         demand_quorum(stage, replies, refused, rules)
     labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
@@ -176,6 +177,17 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
     state = replace(state.next(labels=labels), round=1, stage=0)
     watch.stage(stage, replies, refused, downs, state)
     return state
+
+
+def _counted(reply: Reply, rules: Rules) -> Reply:
+    """The reply, or a failure where its label counts are no counts of as many examples as it claims."""
+    labels = reply.up.get("labels")
+    if reply.failure or not isinstance(labels, Tensor):
+        return reply
+    total = float(labels.double().sum())
+    if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
+        return replace(reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}")
+    return reply
 
 
 def run_round(
@@ -214,7 +226,8 @@ def _run_stage(
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
     came = engine.run(work, stage, downs, world.seed)
     with part(method, "expects", where):
-        replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules)
+        labels = state.extra.get("labels") if "label_counts" in method.requires() else None
+        replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules, labels)
     done = int(state.extra.get("answered", 0))
     with told(watch, stage, replies, refused, downs):
         if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):

@@ -115,7 +115,6 @@ def test_directories_without_runs_are_named(tmp_path: Path) -> None:
         ('"forgetting":', '"forgetting":"much","was":'),
         ('"label_counts":[[', '"label_counts":[[3],['),
         ('"classes":[', '"classes":7,"were":['),
-        ('"seconds_training":', '"seconds_training":[],"was":'),
         ('"sources":{}', '"sources":[]'),
     ],
 )
@@ -124,6 +123,17 @@ def test_a_damaged_journal_is_named(some_runs: Path, old: str, new: str) -> None
     edit(path, old, new)
     with pytest.raises(CorruptFile, match=r"journal\.jsonl"):
         groups([some_runs])
+
+
+def test_what_a_client_reported_wrongly_is_left_out_with_a_warning_that_names_the_line(
+    some_runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = some_runs / "avg7" / "journal.jsonl"
+    before = groups([some_runs])
+    edit(path, '"seconds_training":', '"seconds_training":[],"was":')
+    after = groups([some_runs])
+    assert len(after) == len(before)
+    assert f"{path}, line 3: what client 0 reported as 'seconds_training' is malformed, and not used" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["rounds = ", "rounds = 3\n", 'rounds = "3"\nseed = 1\n'])

@@ -108,7 +108,10 @@ ENVELOPES: dict[str, tuple[Callable[[Reply], Reply], str]] = {
     "negative count": (lambda r: replace(r, examples=-1), "claims -1 examples"),
     "NaN count": (lambda r: replace(r, examples=math.nan), "claims nan examples"),  # type: ignore[arg-type]
     "Inf count": (lambda r: replace(r, examples=math.inf), "claims inf examples"),  # type: ignore[arg-type]
-    "huge count": (lambda r: replace(r, examples=MAX_EXAMPLES + 1), "claims 1000000001 examples"),
+    "huge count": (
+        lambda r: replace(r, examples=MAX_EXAMPLES + 1),
+        "claims 10000001 examples, over",
+    ),
     "fractional count": (lambda r: replace(r, examples=1.5), "claims 1.5 examples"),  # type: ignore[arg-type]
     "count True": (lambda r: replace(r, examples=True), "claims True examples"),
     "count a string": (lambda r: replace(r, examples="9"), "claims '9' examples"),  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
 from fedstill.origin import reason
 from fedstill.records import SERVER, Examples, Stage, Tensors, View
+from fedstill.wire.reports import ENGINE, OWN
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class ClientMeasure(Protocol):
     def at_client(self, seen: AtClient) -> Mapping[str, Any] | None:
         """Fields of the client's event, without times; None where there is nothing to measure."""
 
+    @property
+    def gives(self) -> Sequence[str]:
+        """The names of the fields that ``at_client`` gives; empty: any."""
+
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
         """Why a client's report cannot have come from ``at_client``; empty if it can."""
 
@@ -97,9 +102,19 @@ class ClientMeasures:
                 report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
         return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}
 
-    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Why a client's report is malformed, and by which measure; empty if it is not."""
-        for name, measure in self.named.items():
-            if why := measure.refuses(report, classes):
+    def refuses(self, metrics: Mapping[str, Any], stage: Stage, classes: int) -> str:
+        """Why a reply's metrics hold what nothing in this run gives in a stage, or are malformed; empty if not."""
+        due = self.named if self.due(stage) else {}
+        given = {name for measure in due.values() for name in measure.gives}
+        known = given | {f"seconds_{name}" for name in due} | ENGINE.keys() | {OWN}
+        strange = sorted(metrics.keys() - known) if all(measure.gives for measure in due.values()) else []
+        if strange:
+            return f"its report {strange[0][:40]!r} is none that this run asks for"
+        for name, measure in due.items():
+            if why := measure.refuses(metrics, classes):
                 return f"its report for measure {name!r} is malformed: {why}"
+        reserved = {name for measure in self.named.values() for name in measure.gives}
+        reserved |= {f"seconds_{name}" for name in self.named}
+        if both := sorted(metrics.get(OWN, {}).keys() & reserved):
+            return f"its method's report {both[0][:40]!r} is not a method's to give"
         return ""

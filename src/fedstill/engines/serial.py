@@ -26,6 +26,7 @@ from fedstill.origin import reason
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
+from fedstill.wire.reports import OWN
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
@@ -68,7 +69,8 @@ class SerialEngine:
     ``threads``: torch threads in a stage of many clients, and in one of a single client or a stack of them; part of a
     run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
     models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
-    stages that allow it. ``privacy``: what is done to logits before they leave a client. ``debug``: the first client
+    stages that allow it. ``privacy``: what is done to logits before they leave a client; ``secret``: with noise that no
+    seed repeats, as on real sites. ``debug``: the first client
     that fails ends the run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives
     an engine that differs in some of this and has threads of its own; the memory is the same one.
     """
@@ -81,6 +83,7 @@ class SerialEngine:
     measures: ClientMeasures = field(default_factory=ClientMeasures)
     kept: KeptReplies | None = None
     privacy: Privacy = field(default_factory=Privacy)
+    secret: bool = False
     debug: bool = False
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
@@ -168,9 +171,10 @@ class SerialEngine:
             metrics |= {"teachers": list(carry.teachers)} if carry.teachers else {}
         up, memory = sent_and_remembered(work, work.end(params, carry, ran, view, self.world))
         seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
-        up = self.privacy.protect(up, seed)
+        up = self.privacy.protect(up, None if self.secret else seed)
         self.memory.hold(view.client, memory)
-        metrics |= report_of(work, work.report(params, carry, view, self.world))
+        own = report_of(work, work.report(params, carry, view, self.world))
+        metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
         metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start

@@ -4,25 +4,32 @@ What is protected: a client's whole data. Two data sets of one client are neighb
 guarantee holds for a client, and all the more for one example. What its training changes in an upload is the matrix of
 logits on public images, (P, C), whose rows have norm at most ``clip``; whatever the data, two such matrices are at most
 ``2 clip sqrt(P)`` apart. With noise of standard deviation ``noise * clip`` on every number, one upload is a Gaussian
-mechanism of multiplier ``noise / (2 sqrt(P))``, and k uploads are one of that over ``sqrt(k)``. The server need not be
-trusted with the logits: noise is added where the client is. Nothing is gained by a smaller neighbourhood: training does
-not bound what one example can change.
+mechanism of multiplier ``noise / (2 sqrt(P))``; uploads of P1, P2, ... rows are together one of
+``noise / (2 sqrt(P1 + P2 + ...))``, also where one is asked for with the others in view. Nothing is gained by a smaller
+neighbourhood: training does not bound what one example can change.
 
-What is not: label counts (a census), numbers of examples, whether a client answers at all, and what a simulation
-measures; all that goes up as it is. And an epsilon is worth its value only while the run's seed is secret, for the
-noise is drawn by key from it. Rounding in floating point is not accounted for.
+At a real site noise comes from the operating system's generator, and nobody can draw it again. A site adds noise to one
+answer a stage: the same request gets the kept answer, and another request none (``engines/flower/desk.py``). In a
+simulation noise is drawn by key from the run's seed, so that a resumed run has the same bits. Who knows the seed can
+subtract it: there, an epsilon says what the same run on real sites would cost.
+
+What is not protected: label counts (a census), numbers of examples, losses and accuracies that are reported, whole
+models (the stage ``fit`` of a method that has none), whether a client answers at all, and what a simulation measures;
+all that goes up as it is. Rounding in floating point is not accounted for.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Annotated
 
+import numpy as np
 import torch
 from annotated_types import Interval
 from scipy.optimize import bisect
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr, ndtri
 from torch import Tensor
 
 from fedstill.errors import ConfigError
@@ -55,24 +62,49 @@ class Privacy:
         """Whether anything is done."""
         return self.clip > 0
 
-    def protect(self, up: Payload, seed: int) -> Payload:
-        """An upload with its logits clipped and noised by draws from the seed; one without logits as it is."""
+    def protect(self, up: Payload, seed: int | None) -> Payload:
+        """An upload with its logits clipped and noised; one without logits as it is.
+
+        seed: what noise is drawn from; None: the operating system's generator.
+        """
         if not self.on or GROUP not in up:
             return up
         logits = up.tensor(GROUP)
         clipped = clip_rows(logits, self.clip)
-        drawn = torch.randn(logits.shape, generator=generator(seed), dtype=torch.float64)
+        if seed is None:
+            drawn = secret_normal(tuple(logits.shape))
+        else:
+            drawn = torch.randn(logits.shape, generator=generator(seed), dtype=torch.float64)
         noised = clipped.double() + self.noise * self.clip * drawn
         return Payload(up, **{GROUP: noised.to(logits.dtype)})
 
-    def epsilon(self, rows: int, uploads: int) -> float | None:
-        """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing bounds it."""
+    def epsilon(self, rows: int, uploads: int = 1) -> float | None:
+        """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing bounds it.
+
+        Uploads that differ in their rows are one of all rows.
+        """
         if uploads == 0 or rows == 0:
             return 0.0
         if self.noise == 0:
             return None
-        multiplier = self.noise / (2 * math.sqrt(rows))
-        return gaussian_epsilon(multiplier / math.sqrt(uploads), self.delta)
+        return gaussian_epsilon(self.noise / (2 * math.sqrt(rows * uploads)), self.delta)
+
+
+def rows_of(up: Payload) -> int:
+    """How many rows of logits a payload holds, whoever sent it and whatever else is in it."""
+    logits = up.get(GROUP)
+    return logits.shape[0] if isinstance(logits, Tensor) and logits.ndim else 0
+
+
+def secret_normal(shape: tuple[int, ...]) -> Tensor:
+    """Normal draws (float64) from the operating system's generator, which no seed repeats.
+
+    A draw is the inverse of the normal distribution function at a uniform number below a half, of 63 bits, with the
+    sign of one bit more; so the tails reach beyond nine standard deviations.
+    """
+    words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64)
+    below = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
+    return torch.from_numpy(np.where(words & np.uint64(1), below, -below).reshape(shape))
 
 
 def gaussian_epsilon(multiplier: float, delta: float) -> float:

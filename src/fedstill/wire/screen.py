@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, ParamSpec
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from fedstill import trees
+from fedstill.errors import cut_reason, on_one_line
 from fedstill.fields import Positive, PositiveShare, check_ranges
-from fedstill.records import Group, Payload, Reply, Stage
+from fedstill.records import NOTHING, Group, Payload, Reply, Stage
+from fedstill.wire.reports import wrong_report
 
-MAX_EXAMPLES = 10**9
+Kind = Literal["failed", "diverged", "unlike", "strange"]
+P = ParamSpec("P")
+
+MAX_EXAMPLES = 10**7
+"""The most examples that a client may claim, if the config says nothing else."""
+MostExamples = Annotated[int, Interval(ge=1, le=10**9)]
 MAX_STRING = 1 << 16
 MAX_NUMBER = 2**63
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a stage counts: the share of its clients that must be accepted, and how far parameters may grow.
+    """When a stage counts: the share of its clients that must be accepted, and what a reply may hold.
 
     ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose parameters' norm exceeds
-    this many times that of what the client was sent (at least 1) is refused.
+    this many times that of what the client was sent (at least 1) is refused. ``max_examples``: so is one that claims
+    more examples.
     """
 
     quorum: PositiveShare = 0.5
     norm_limit: Positive = 10.0
+    max_examples: MostExamples = MAX_EXAMPLES
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -39,12 +49,16 @@ class Refusal:
     """A reply that was left out, and why.
 
     ``kind``: "failed", the client said so; "diverged", its numbers, and nothing else, were at fault; "unlike", its
-    groups are not those expected; "strange", it is not the reply to what was asked.
+    groups are not those expected; "strange", it is not the reply to what was asked. ``up``: what it brought.
     """
 
     client: int
     reason: str
-    kind: Literal["failed", "diverged", "unlike", "strange"] = "strange"
+    kind: Kind = "strange"
+    up: Payload = field(default=NOTHING, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", cut_reason(self.reason))
 
     @property
     def diverged(self) -> bool:
@@ -58,27 +72,37 @@ def screen(
     downs: Mapping[int, Payload],
     replies: Sequence[Reply],
     rules: Rules,
+    labels: Tensor | None = None,
 ) -> tuple[list[Reply], list[Refusal]]:
-    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats, and payloads
-    other than expected."""
+    """Replies sorted by client id, and refusals: of failures, clients that were not asked, repeats, claims and reports
+    that cannot be, and payloads other than expected.
+
+    ``labels``: what the clients said in the census, (clients, C). A check that raises refuses the reply.
+    """
     accepted: dict[int, Reply] = {}
     sent: dict[int, float] = {}
     refused = []
     for reply in replies:
-        bad = _envelope(reply, stage, downs, accepted)
-        if bad:
-            refused.append(Refusal(reply.client, bad, "failed" if reply.failure else "strange"))
-            continue
-        wrong = _content(reply.up, expected(reply.client))
-        if wrong:
-            refused.append(Refusal(reply.client, wrong, "unlike"))
-            continue
-        wild = _wild(reply.up, downs[reply.client], rules.norm_limit, sent)
-        if wild:
-            refused.append(Refusal(reply.client, wild, "diverged"))
-            continue
-        accepted[reply.client] = reply
+        kind: Kind = "failed" if reply.failure else "strange"
+        why = _outcome(_envelope, reply, stage, downs, accepted) or _outcome(_claim, reply, rules.max_examples, labels)
+        if not why:
+            kind, why = "unlike", _outcome(_content, reply.up, expected(reply.client))
+        if not why:
+            kind, why = "diverged", _outcome(_wild, reply.up, downs[reply.client], rules.norm_limit, sent)
+        if not why:
+            kind, why = "strange", _outcome(wrong_report, reply.metrics)
+        if why:
+            refused.append(Refusal(reply.client, why, kind, reply.up))
+        else:
+            accepted[reply.client] = reply
     return [accepted[c] for c in sorted(accepted)], refused
+
+
+def _outcome(check: Callable[P, str], *args: P.args, **kwargs: P.kwargs) -> str:
+    try:
+        return check(*args, **kwargs)
+    except Exception as error:
+        return f"could not be checked: {on_one_line(error)}"
 
 
 def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Mapping[int, Reply]) -> str:
@@ -90,10 +114,17 @@ def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Ma
         return "replied twice"
     if (reply.round, reply.stage) != (stage.round, stage.index):
         return f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
-    count = reply.examples
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_EXAMPLES:
-        return f"claims {count!r} examples"
     return ""
+
+
+def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
+    count = reply.examples
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        return f"claims {count!r} examples"
+    if count > most:
+        return f"claims {count if count < MAX_NUMBER else 'endless'} examples, over clients.max_examples = {most}"
+    said = int(labels[reply.client].sum()) if labels is not None and reply.client >= 0 else 0
+    return f"claims {count} examples, and {said} in the census" if 0 < said < count else ""
 
 
 def _content(up: Payload, expected: Payload) -> str:

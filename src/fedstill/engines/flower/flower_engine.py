@@ -8,10 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.flower.requests import Request, SiteReply, Version
 from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
+from fedstill.errors import on_one_line
 from fedstill.records import SERVER, Payload, Reply, Stage
+from fedstill.wire.reports import Truth, untrue
 from fedstill.work import ClientWork
 
 
@@ -26,13 +29,16 @@ class Asks(Protocol):
 class FlowerEngine:
     """``here`` does the stages of the server; ``request`` makes a request of what is known of the run and a payload.
 
-    What clients remember is on their own disks; ``memory.index`` says which version of each the run counts.
+    ``measures``: those that its clients take; None: those of ``here``. ``truth``: what the server knows of a client's
+    data. What clients remember is on their own disks; ``memory.index`` says which version of each the run counts.
     """
 
     here: SerialEngine
     fleet: Asks
     request: Callable[..., Request]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    measures: ClientMeasures | None = None
+    truth: Callable[[int], Truth] = lambda _: Truth()
     _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -51,12 +57,17 @@ class FlowerEngine:
         ]
         answers = self.fleet.ask(asked) if asked else []
         self._held = {a.client: a.memory for a in answers}
-        return [self._reply(a) for a in answers]
+        return [self._reply(a, stage) for a in answers]
 
-    def _reply(self, answer: SiteReply) -> Reply:
-        """A site's answer as a reply; one whose report no measure of this run can have made is a failure."""
+    def _reply(self, answer: SiteReply, stage: Stage) -> Reply:
+        """A site's answer as a reply; one whose report cannot come from this run, or cannot be true, is a failure."""
         a = answer
-        failure = a.failure or self.here.measures.refuses(a.metrics, self.here.world.classes)
+        try:
+            measures = self.measures or self.here.measures
+            failure = a.failure or measures.refuses(a.metrics, stage, self.here.world.classes)
+            failure = failure or untrue(a.examples, a.metrics, self.truth(a.client))
+        except Exception as error:
+            failure = f"its report could not be checked: {on_one_line(error)}"
         return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure)
 
     def close(self) -> None:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstill.errors import BadPayload
+from fedstill.errors import BadPayload, cut_reason, on_one_line
 from fedstill.files import digest
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import encode
+from fedstill.wire.reports import is_count, json_value, wrong_report
 
 Version = tuple[str, str]
 """A client's memory of a stage: the name of its file on the client's disk, and that file's SHA-256."""
 
 MAX_HEADER = 1 << 20
-MAX_TEXT = 2000
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SiteReply:
     def header(self) -> str:
         """Everything but the payload, as JSON."""
         names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
-        return json.dumps({k: getattr(self, k) for k in names})
+        return json.dumps(json_value({k: getattr(self, k) for k in names}), allow_nan=False)
 
     @staticmethod
     def of(header: str, up: Payload) -> SiteReply:
@@ -109,59 +109,32 @@ class SiteReply:
             _count(h, "examples"),
             _metrics(_typed(h, "metrics", dict)),
             _version(h.get("memory")),
-            " ".join(_typed(h, "failure", str)[:MAX_TEXT].split()),
+            cut_reason(_typed(h, "failure", str)),
         )
 
 
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _means(value: Any) -> bool:
-    return isinstance(value, dict) and all(_number(v) for v in value.values())
-
-
-def _plain(value: Any, depth: int = 2) -> bool:
-    """Numbers, short words, and lists and tables of them."""
-    if isinstance(value, (list, dict)):
-        inner = value if isinstance(value, list) else list(value.values())
-        return depth > 0 and all(_plain(v, depth - 1) for v in inner)
-    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= MAX_TEXT)
-
-
-METRICS: Mapping[str, Callable[[Any], bool]] = {
-    "loss": _means,
-    "steps": _number,
-    "epochs": _number,
-    "seconds": _number,
-    "seconds_training": _number,
-    "seconds_measuring": _number,
-    "site_accuracy": lambda v: _number(v) and 0 <= v <= 1,
-}
-"""What the engine reports beside a payload, and what that must look like; other reports are plain values."""
-
-TAKEN = frozenset(
-    {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
-)
-"""Fields of a client's event in the journal that the server fills in, and no report may."""
-
-
-def _metrics(given: Mapping[str, Any]) -> dict[str, Any]:
-    for name, value in given.items():
-        if name in TAKEN or not METRICS.get(name, _plain)(value):
-            raise BadPayload(f"its report {name[:40]!r} is malformed")
-    return dict(given)
+def _metrics(given: dict[str, Any]) -> dict[str, Any]:
+    if bad := wrong_report(given):
+        raise BadPayload(bad)
+    return given
 
 
 def _json(text: str) -> dict[str, Any]:
     if len(text) > MAX_HEADER:
         raise BadPayload(f"a header of {len(text)} characters is over the limit of {MAX_HEADER}")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
-        raise BadPayload(f"the header is not JSON: {error}") from error
+        raise BadPayload(f"the header is not JSON: {on_one_line(error)}") from error
     if not isinstance(value, dict):
         raise BadPayload("the header is not an object")
+    return value
+
+
+def _finite(text: str) -> float:
+    """A number in a header; raises ValueError for one that is not finite."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is not finite")
     return value
 
 
@@ -180,8 +153,8 @@ def _int(value: Any) -> int:
 
 def _count(values: Mapping[str, Any], name: str) -> int:
     value = _int(values.get(name))
-    if not 0 <= value < math.inf or value > 2**53:
-        raise BadPayload(f"{name} = {value} is out of range")
+    if not is_count(value):
+        raise BadPayload(f"{name} is out of range")
     return value
 
 

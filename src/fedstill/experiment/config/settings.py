@@ -73,7 +73,7 @@ class Settings(TopKeys):
             "topology": {**named.topology.table, "clients": self.clients},
             "model": named.model.table,
             "method": named.method.table,
-            "clients": as_table(self.of_clients),
+            "clients": self.of_clients.table,
             "privacy": as_table(self.privacy),
             **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
             "query": as_table(self.query),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fedstill.engines.precision import Precision
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed
-from fedstill.wire.screen import Rules
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, as_table
+from fedstill.wire.screen import MAX_EXAMPLES, MostExamples, Rules
 
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
@@ -83,10 +83,19 @@ class ClientsTable:
     models: tuple[str | dict[str, Any], ...] | dict[str, Any] = ()
     """The clients' networks where they are not the server's: in turn, by share, or by client."""
 
+    max_examples: MostExamples = MAX_EXAMPLES
+    """A reply is refused that claims more examples than this."""
+
     @property
     def rules(self) -> Rules:
         """Which replies the server accepts."""
-        return Rules(self.quorum, self.norm_limit)
+        return Rules(self.quorum, self.norm_limit, self.max_examples)
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Its values; without ``max_examples`` where that is the default, as configs of before had none."""
+        values = as_table(self)
+        return {k: v for k, v in values.items() if k != "max_examples" or v != MAX_EXAMPLES}
 
 
 @dataclass(frozen=True)

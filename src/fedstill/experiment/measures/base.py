@@ -128,11 +128,14 @@ class Measure:
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.
+    ``gives``: the names of the fields that ``at_client`` gives. A server takes no others over a network; from a run
+    with a measure that does not name its own, any.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
     only_last: ClassVar[bool] = False
     at_sites: ClassVar[bool] = False
+    gives: ClassVar[tuple[str, ...]] = ()
     each_epoch: ClassVar[bool] = False
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:

@@ -23,6 +23,7 @@ class Epochs(Measure):
 
     needs: ClassVar[frozenset[str]] = frozenset({"test_at_clients", "epochs"})
     each_epoch: ClassVar[bool] = True
+    gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_epoch")
 
     def at_client(self, seen: AtClient) -> Numbers | None:
         """``label_counts`` (C,) of the client, and ``correct_by_epoch`` (epochs + 1, C) on the common test set."""
@@ -32,13 +33,18 @@ class Epochs(Measure):
         return {"label_counts": seen.view.counts.tolist(), "correct_by_epoch": right}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class, for the start and each epoch."""
-        rows = report.get("correct_by_epoch", [])
-        if not isinstance(rows, list):
-            return "correct_by_epoch is not a list"
+        """Counts must be whole numbers, one a class, for the start and each epoch; they come with label counts."""
+        if "correct_by_epoch" not in report:
+            return are_counts(report, ("label_counts",), classes)
+        rows = report["correct_by_epoch"]
+        if not isinstance(rows, list) or not rows:
+            return "correct_by_epoch is not a list of an epoch's counts"
         each = {f"correct_by_epoch[{i}]": row for i, row in enumerate(rows)}
-        known = {k: v for k, v in report.items() if k == "label_counts"}
-        return are_counts({**known, **each}, ("label_counts", *each), classes)
+        if why := are_counts({**report, **each}, ("label_counts", *each), classes):
+            return why
+        if "label_counts" not in report:
+            return "correct_by_epoch is without label_counts"
+        return f"correct_by_epoch has {len(rows)} epochs" if len(rows) > report.get("epochs", 0) + 1 else ""
 
     def of_round(self, seen: Reports) -> Numbers:
         """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""

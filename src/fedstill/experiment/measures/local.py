@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from fedstill.engines.client_measures import AtClient
 from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
@@ -19,6 +19,8 @@ class Local(Measure):
     in ``metrics/local_models.py``, and the means stand in the event of the round.
     """
 
+    gives: ClassVar[tuple[str, ...]] = ("label_counts", "correct_by_class")
+
     def at_client(self, seen: AtClient) -> Numbers | None:
         """``label_counts`` (C,) of the client, and ``correct_by_class`` (C,) of its model on the common test set."""
         if seen.test is None or seen.is_server:
@@ -27,8 +29,10 @@ class Local(Measure):
         return {"label_counts": seen.view.counts.tolist(), "correct_by_class": right}
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class."""
-        return are_counts(report, ("label_counts", "correct_by_class"), classes)
+        """Counts must be whole numbers, one a class; right answers come with label counts."""
+        if "correct_by_class" in report and "label_counts" not in report:
+            return "correct_by_class is without label_counts"
+        return are_counts(report, self.gives, classes)
 
     def of_round(self, seen: Reports) -> Numbers:
         """Means and spreads over clients, and the global models' accuracy on the clients' mean label shares."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fedstill.engines.client_measures import AtClient
-from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.experiment.measures.base import Measure, Numbers, Reports
 from fedstill.metrics.own_models import private_public
 from fedstill.registry import register
+from fedstill.wire.reports import wrong_table
 
 
 @register("measure", "private_public")
@@ -21,6 +22,8 @@ class PrivatePublic(Measure):
     numbers come with the clients' replies; the formulas are in ``metrics/own_models.py``, and the accuracies by client
     stand in the event of the round. Source: HiPer-FedKD, table 1 and its notebooks.
     """
+
+    gives: ClassVar[tuple[str, ...]] = ("private", "public")
 
     def at_client(self, seen: AtClient) -> Numbers | None:
         """``private`` and ``public``: ``counts`` (C,) of labels, and right ones (C,) ``before`` and ``after``."""
@@ -35,14 +38,9 @@ class PrivatePublic(Measure):
         return report
 
     def refuses(self, report: Mapping[str, Any], classes: int) -> str:
-        """Counts must be whole numbers, one a class; and ``after`` is there where counts are."""
-        for name in ("private", "public"):
-            table = report.get(name, {})
-            if not isinstance(table, Mapping) or (table and not {"counts", "after"} <= table.keys()):
-                return f"{name} is not a table of counts and after"
-            if why := are_counts(table, ("counts", "before", "after"), classes):
-                return f"{name}: {why}"
-        return ""
+        """Counts must be whole numbers, one a class; ``after`` is there where counts are, and is not above them."""
+        tables = {name: report[name] for name in self.gives if report.get(name, {}) != {}}
+        return next((why for name, table in tables.items() if (why := wrong_table(name, table, classes))), "")
 
     def of_round(self, seen: Reports) -> Numbers:
         """Accuracies by client, their means, and the server's."""

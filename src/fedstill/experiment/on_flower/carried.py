@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.client_app import Does, client_app
 from fedstill.engines.flower.fleet import Clock, Fleet, Patience
@@ -20,7 +22,9 @@ from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site import Clerk, Site, code_in
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
+from fedstill.records import Examples
 from fedstill.version import VERSION
+from fedstill.wire.reports import Truth
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -48,7 +52,22 @@ def engine_of(
         return Request(VERSION, config, sha, run(), **rest)
 
     facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
-    return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts=facts)
+    taken = prepared.client_measures(site=True)
+    return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared))
+
+
+def truth_of(prepared: Prepared) -> Callable[[int], Truth]:
+    """What the server knows of each client's data: all in a simulation, nothing of real sites."""
+    sites, classes = prepared.sites, prepared.world.classes
+    if prepared.settings.on_sites:
+        return lambda client: Truth()
+
+    def by_class(examples: Examples | None) -> list[int] | None:
+        there = examples is not None and bool((examples.labels >= 0).all())
+        return torch.bincount(examples.labels.cpu(), minlength=classes).tolist() if examples and there else None
+
+    test, public = by_class(sites.common_test), by_class(sites.public)
+    return lambda client: Truth(sites.counts(client).tolist(), test, public)
 
 
 def patience(settings: Settings) -> Patience:

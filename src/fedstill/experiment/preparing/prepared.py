@@ -50,7 +50,6 @@ class Prepared:
         measure their own models.
         """
         settings = self.settings
-        rounds = measured_rounds(settings.rounds, settings.measure_every)
         kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
         return kind(
             self.world,
@@ -58,12 +57,17 @@ class Prepared:
             memory or Memory(),
             settings.threads,
             settings.precision,
-            at_clients(measures(settings.measure), rounds, site and settings.on_sites)
-            if measured
-            else ClientMeasures(),
+            self.client_measures(site=site) if measured else ClientMeasures(),
             kept=self._kept() if settings.reuse and not site else None,
             privacy=settings.privacy,
+            secret=site and settings.on_sites,
         )
+
+    def client_measures(self, *, site: bool = False) -> ClientMeasures:
+        """The run's measures that clients take; ``site``: those that a client takes which is reached over Flower."""
+        settings = self.settings
+        rounds = measured_rounds(settings.rounds, settings.measure_every)
+        return at_clients(measures(settings.measure), rounds, site and settings.on_sites)
 
     def _kept(self) -> KeptReplies:
         """Replies of other runs, for the stages of which the method says that they may serve again."""

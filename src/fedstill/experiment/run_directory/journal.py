@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.errors import CorruptFile
+from fedstill.errors import CorruptFile, cut_reason
 from fedstill.files import as_named, digest, sync_folder
+from fedstill.wire.reports import healed, json_value
+
+log = logging.getLogger("fedstill.journal")
 
 Event = dict[str, Any]
 
@@ -35,9 +39,13 @@ class Journal:
         except OSError as error:
             raise as_named(error, path) from error
 
-    def write(self, event: str, **values: Any) -> None:
-        """Append one event; a number that is not finite is written as null."""
-        line = json.dumps({"event": event, **json_value(values)}, separators=(",", ":"), allow_nan=False)
+    def write(self, event: str, /, **values: Any) -> None:
+        """Append an event of this name."""
+        self.append({"event": event, **values})
+
+    def append(self, event: Event) -> None:
+        """Append one event, with its name under ``event``; a number that is not finite is written as null."""
+        line = json.dumps(json_value(event), separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
         try:
@@ -77,22 +85,45 @@ class Journal:
 def read_journal(path: Path) -> list[Event]:
     """The events in a journal, whole lines only (a run that was killed may have left half a line).
 
-    Raises CorruptFile naming the line that is not an event.
+    What a client reported and no version would write now is left out, and a warning names the line: versions before
+    reports were checked wrote it. The file stays as it is. Raises CorruptFile naming the line that is not an event.
     """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise CorruptFile(f"there is no journal at {path}: {error.strerror}; is this a run's directory?") from error
-    events = []
+    events: list[Event] = []
     for number, line in enumerate(lines[:-1], 1):
         try:
-            event = json.loads(line)
+            event = json.loads(line, parse_int=_whole_number)
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
             raise CorruptFile(f"{path}, line {number}, is not an event")
+        if event["event"] == "client":
+            event, left_out = healed(event, _classes(events))
+            _warn(path, number, str(event.get("client")), tuple(left_out))
         events.append(event)
     return events
+
+
+def _whole_number(text: str) -> int | None:
+    """A whole number, or None for one that no reader could compute with."""
+    return int(text) if len(text) <= 19 else None
+
+
+def _classes(events: Sequence[Event]) -> int:
+    """How many classes there are, as the first event says; 0 if it does not."""
+    names = events[0].get("classes") if events else None
+    return len(names) if isinstance(names, list) else 0
+
+
+@functools.cache
+def _warn(path: Path, line: int, client: str, left_out: tuple[str, ...]) -> None:
+    """Say, once, what of a client's event is not used."""
+    if left_out:
+        names = cut_reason(", ".join(map(repr, left_out)))
+        log.warning("%s, line %d: what client %s reported as %s is malformed, and not used", path, line, client, names)
 
 
 def without_times(value: Any) -> Any:
@@ -100,12 +131,3 @@ def without_times(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {k: without_times(v) for k, v in value.items() if not str(k).startswith("seconds")}
     return [without_times(v) for v in value] if isinstance(value, list) else value
-
-
-def json_value(value: Any) -> Any:
-    """A value for JSON: numbers that are not finite become null."""
-    if isinstance(value, Mapping):
-        return {str(k): json_value(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_value(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,6 +19,7 @@ from fedstill.files import write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES
 from fedstill.records import State
+from fedstill.wire.reports import json_value
 
 QUERIED = tuple(f"query_{name}" for name in QUERY_MEASURES)
 """What a summary says of a run whose clients asked for classes."""
@@ -92,4 +93,4 @@ def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None
     """Write ``model.safetensors`` and then ``summary.json``; a run with that file is finished."""
     params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
     write_whole(folder / "model.safetensors", safetensors.torch.save(params))
-    write_whole(folder / "summary.json", json.dumps(journals.json_value(summary), indent=2).encode())
+    write_whole(folder / "summary.json", json.dumps(json_value(summary), indent=2).encode())

@@ -22,6 +22,7 @@ from fedstill.metrics import consistency, forgetting
 from fedstill.metrics.answers import answers
 from fedstill.origin import reason
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
+from fedstill.wire.reports import event_fields
 from fedstill.wire.screen import Refusal
 
 Accuracies = Sequence[Any]
@@ -85,7 +86,7 @@ class Measuring:
                 "examples": r.examples,
                 "bytes_up": r.up.nbytes,
                 "bytes_down": downs[r.client].nbytes,
-                **r.metrics,
+                **event_fields(r.metrics),
             }
             for r in replies
         ]
@@ -99,7 +100,7 @@ class Measuring:
             for r in refused
         ]
         events += [{**where, "client": c, "idle": True} for c in stage.clients if c not in downs]
-        self.budget.mark(stage, events)
+        self.budget.mark(stage, events, {r.client: r.up for r in refused} | {r.client: r.up for r in replies})
         self._note(events)
         yield from events
 

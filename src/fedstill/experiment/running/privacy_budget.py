@@ -7,44 +7,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
-from fedstill.method import Method
-from fedstill.records import SERVER, Stage, World
-from fedstill.wire.privacy import GROUP, Privacy
+from fedstill.method import Method, acting
+from fedstill.records import SERVER, Payload, Stage, World
+from fedstill.wire.privacy import GROUP, Privacy, rows_of
 
 
 @dataclass
 class Budget:
-    """Counts the uploads of logits. A refused one counts too, because it may have been sent."""
+    """Counts each client's uploaded rows of logits, as the server sees them: what a client says of it has no part.
+
+    ``rows``: by client. One that was refused counts, and so does one that failed or did not answer in time, because its
+    logits may have been sent.
+    """
 
     privacy: Privacy
     method: Method
     world: World
-    uploads: Counter[int] = field(default_factory=Counter)
-    rows: int = 0
+    rows: Counter[int] = field(default_factory=Counter)
 
-    def mark(self, stage: Stage, events: Sequence[dict[str, Any]]) -> None:
-        """Note in the clients' events of a stage how many rows of noised logits each sent, if it did."""
+    def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
+        """Note in the clients' events of a stage how many rows of noised logits each sent; ``came``: what arrived."""
         for event in events if self.privacy.on and stage.round > 0 else ():  # round 0 is the census
             client = event["client"]
             if client == SERVER or client not in stage.clients or "idle" in event:
                 continue
-            logits = self.method.expects(client, stage, self.world).get(GROUP)
-            if isinstance(logits, Tensor):
-                event["noised_rows"] = logits.shape[0]
+            asked = rows_of(acting(self.method, stage).expects(client, stage, self.world))
+            if rows := max(asked, rows_of(came.get(client, Payload()))):
+                event["noised_rows"] = rows
         self.count(events)
 
     def count(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Count what events say."""
         for event in events:
-            if "noised_rows" in event:
-                self.uploads[event["client"]] += 1
-                self.rows = event["noised_rows"]
+            self.rows[event["client"]] += event.get("noised_rows", 0)
 
     def told(self) -> dict[str, Any]:
         """For the event of a round: each client's epsilon so far (None: unbounded) at which delta; empty if off."""
         if not self.privacy.on:
             return {}
-        each = [self.privacy.epsilon(self.rows, self.uploads[c]) for c in range(self.world.clients)]
+        each = [self.privacy.epsilon(self.rows[c]) for c in range(self.world.clients)]
         return {"privacy": {"epsilon": each, "delta": self.privacy.delta, "covers": GROUP}}

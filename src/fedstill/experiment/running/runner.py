@@ -206,10 +206,10 @@ class _Driver:
         """Journal, measure and save a stage that is done (``watch.Watch``)."""
         began = time.perf_counter()
         for event in self.measuring.stage(stage, replies, refused, downs):
-            self.journal.write(**event)
+            self.journal.append(event)
         measured = self.measuring.spent
         for event in self.measuring.look(self._happened(stage, replies, downs, state)):
-            self.journal.write(**event)
+            self.journal.append(event)
         self.before = state
         self._save(state)
         self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
@@ -222,7 +222,7 @@ class _Driver:
     ) -> None:
         """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
         for event in self.measuring.stage(stage, replies, refused, downs):
-            self.journal.write(**event)
+            self.journal.append(event)
         self.journal.sync()
 
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:

@@ -1,0 +1,223 @@
+"""What a client reports beside its payload: known names, bounded numbers, and nothing that a journal cannot hold.
+
+A reply's metrics are the engine's fields (``ENGINE``), the fields of measures, and under ``report`` what the method
+reports itself. In the journal all of them stand side by side in the client's event, so none may have the name of
+another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MAX_COUNT = 2**53
+MAX_SECONDS = 1e9
+MAX_WORD = 300
+MAX_FIELD = 64
+MAX_REPORT = 1 << 17
+"""The most characters of a method's own report, as JSON."""
+
+OWN = "report"
+"""The key under which a method's own report travels."""
+
+TAKEN = frozenset(
+    {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
+    | {"noised_rows", OWN}
+)
+"""Fields of a client's event in the journal that the server fills in, and no report may."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that every reader can compute with."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) <= 2**63 if isinstance(value, int) else math.isfinite(value)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0 to 2**53."""
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _number_or_none(value: Any) -> bool:
+    return value is None or isinstance(value, float) or is_number(value)  # one not finite is null in the journal
+
+
+def _seconds(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= MAX_SECONDS
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_WORD and value.isprintable()
+
+
+def _losses(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(_name(k) and _number_or_none(v) for k, v in value.items())
+
+
+def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(check(v) for v in value)
+
+
+counts = _list_of(is_count)
+
+ENGINE: Mapping[str, Callable[[Any], bool]] = {
+    "loss": _losses,
+    "steps": is_count,
+    "epochs": is_count,
+    "scores": _list_of(_number_or_none),
+    "teachers": _list_of(lambda v: is_count(v) or _name(v)),
+    "seconds": _seconds,
+    "seconds_training": _seconds,
+    "seconds_measuring": _seconds,
+    "seconds_reused": _seconds,
+    "site_accuracy": lambda v: is_number(v) and 0 <= v <= 1,
+}
+"""What the engine reports, and what that must look like."""
+
+COUNTED: Mapping[str, Callable[[Any], bool]] = {
+    "label_counts": counts,
+    "correct_by_class": counts,
+    "correct_by_epoch": _list_of(counts),
+}
+"""Fields of measures that more than the measure reads."""
+
+
+def wrong_report(metrics: Mapping[str, Any]) -> str:
+    """Why a reply's metrics are not what a client may report; empty if they are.
+
+    >>> wrong_report({"steps": 3, "report": {"helper": 2}})
+    ''
+    >>> wrong_report({"seconds_training": 10**400})
+    "its report 'seconds_training' is malformed"
+    """
+    for name, value in metrics.items():
+        if name != OWN and (bad := _wrong_field(name, value)):
+            return bad
+    own = metrics.get(OWN, {})
+    if not isinstance(own, Mapping):
+        return f"its report {OWN!r} is malformed"
+    for name, value in own.items():
+        if name != "teachers" and (name in ENGINE or name in COUNTED or name in metrics):
+            return f"its method's report {name!r} is not a method's to give"
+        if bad := _wrong_field(name, value):
+            return bad
+    if own and (size := len(json.dumps(json_value(own)))) > MAX_REPORT:
+        return f"its method's report has {size} characters, over the limit of {MAX_REPORT}"
+    return ""
+
+
+def _wrong_field(name: Any, value: Any) -> str:
+    if not isinstance(name, str) or not (0 < len(name) <= MAX_FIELD and name.isprintable()):
+        return f"its report has a name that is no short text, {str(name)[:40]!r}"
+    if name in TAKEN:
+        return f"its report {name!r} is the server's to fill in"
+    return "" if _has_its_form(name, value) else f"its report {name!r} is malformed"
+
+
+def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
+    check = ENGINE.get(name) or COUNTED.get(name) or (_seconds if name.startswith("seconds") else None)
+    return check(value) if check else _plain(value, depth, word)
+
+
+def _plain(value: Any, depth: int, word: int) -> bool:
+    """Numbers, short words, and lists and tables of them."""
+    if isinstance(value, Mapping):
+        return depth > 0 and all(_plain(one, depth - 1, word) for pair in value.items() for one in pair)
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(_plain(v, depth - 1, word) for v in value)
+    return isinstance(value, bool) or _number_or_none(value) or (isinstance(value, str) and len(value) <= word)
+
+
+def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """A reply's metrics as fields of its event: the method's own report beside the others.
+
+    >>> event_fields({"steps": 3, "report": {"helper": 2}, "seconds": 0.5})
+    {'steps': 3, 'helper': 2, 'seconds': 0.5}
+    """
+    fields: dict[str, Any] = {}
+    for name, value in metrics.items():
+        fields |= dict(value) if name == OWN else {name: value}
+    return fields
+
+
+def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list[str]]:
+    """A client's event of an old journal without what is malformed in it, and the names of what was left out.
+
+    Versions before 0.2 wrote reports that no version writes now, and could not go on with them.
+    """
+    bad = {k for k, v in event.items() if k not in TAKEN and not _heals(k, v, classes)}
+    if bad & COUNTED.keys():  # they are read together
+        bad |= COUNTED.keys() & event.keys()
+    if not is_count(event.get("noised_rows", 0)):
+        bad.add("noised_rows")
+    return {k: v for k, v in event.items() if k not in bad}, sorted(bad)
+
+
+def _heals(name: str, value: Any, classes: int) -> bool:
+    if not _has_its_form(name, value, depth=100, word=1 << 20):
+        return False
+    if name in ("private", "public") and isinstance(value, Mapping):
+        return not (value and wrong_table(name, value, classes))
+    rows = value if name == "correct_by_epoch" else [value] if name in COUNTED else []
+    return not classes or all(len(row) == classes for row in rows)
+
+
+def wrong_table(of: str, table: Any, classes: int) -> str:
+    """Why a table is not ``counts`` of examples by class (C,), and how many were right ``before`` and ``after``.
+
+    classes: 0 if they are not known.
+    """
+    if not isinstance(table, Mapping) or not {"counts", "after"} <= table.keys() <= {"counts", "before", "after"}:
+        return f"{of} is not a table of counts and after"
+    for name, value in table.items():
+        if not counts(value):
+            return f"{of}: {name} is not a list of counts"
+        if len(value) != (classes or len(table["counts"])):
+            return f"{of}: {name} has {len(value)} numbers for {classes} classes"
+    for name in ("before", "after"):
+        if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
+            return f"{of}: {name} has more right answers than there are examples"
+    return ""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What a server knows of a client's data, by class (C,): its own, the common test set, the public set.
+
+    None where it does not know, as of real sites.
+    """
+
+    own: Sequence[int] | None = None
+    test: Sequence[int] | None = None
+    public: Sequence[int] | None = None
+
+
+def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
+    """Why a client's number of examples and its counts cannot be true; empty if they can."""
+    own, test = truth.own, truth.test
+    if own is not None and examples > sum(own):
+        return f"claims {examples} examples, and has {sum(own)}"
+    if own is not None and "label_counts" in fields and list(fields["label_counts"]) != list(own):
+        return "its report 'label_counts' is not what it has"
+    for row in (fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())):
+        if test is not None and (len(row) not in (0, len(test)) or any(r > n for r, n in zip(row, test, strict=False))):
+            return "its report has more right answers than there are test images"
+    for name, there in (("private", own), ("public", truth.public)):
+        table = fields.get(name)
+        said = table.get("counts", ()) if isinstance(table, Mapping) else ()
+        if there is not None and any(n > of for n, of in zip(said, there, strict=False)):
+            return f"its report {name!r} counts more examples than there are"
+    return ""
+
+
+def json_value(value: Any) -> Any:
+    """A value for JSON: numbers that are not finite become null."""
+    if isinstance(value, Mapping):
+        return {str(k): json_value(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
