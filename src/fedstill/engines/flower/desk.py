@@ -12,6 +12,9 @@ from fedstill.files import digest, make_folder, remove, sweep, write_whole
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import decode, encode
 
+NOISED = "noised"
+"""The file that names the stages which were answered with noise."""
+
 KEPT = 2
 """How many stages' memories and replies are kept, beside the memory that counts."""
 
@@ -22,7 +25,8 @@ class Desk:
 
     For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one; and then the reply,
     which is only written when the memory is safe. So a stage that was asked for twice is answered from its reply, and
-    one that was cut short is done again from the memory that counts.
+    one that was cut short is done again from the memory that counts. Stages that were answered with noise stay noted
+    in the file ``noised``, one a line, when their replies are gone.
     """
 
     folder: Path
@@ -62,6 +66,20 @@ class Desk:
             return None
         return answer
 
+    def noised(self) -> list[str]:
+        """The stages that were answered with noise."""
+        path = self.place / NOISED
+        return path.read_text().split() if path.exists() else []
+
+    def noised_before(self, stage: Stage) -> bool:
+        """Whether this stage was answered with noise."""
+        return _named(stage) in self.noised()
+
+    def note_noise(self, stage: Stage) -> None:
+        """Note, before it leaves, that the answer of a stage has noise."""
+        if not self.noised_before(stage):
+            write_whole(self.place / NOISED, "".join(f"{s}\n" for s in (*self.noised(), _named(stage))).encode())
+
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
         """Write the memory, then the reply, then delete what is too old; the answer with its memory's version."""
         make_folder(self.place)
@@ -84,8 +102,12 @@ class Desk:
                 remove(path)
 
 
+def _named(stage: Stage) -> str:
+    return f"{stage.round:07d}-{stage.index:07d}"
+
+
 def _reply(stage: Stage) -> str:
-    return f"{stage.round:07d}-{stage.index:07d}.reply"
+    return f"{_named(stage)}.reply"
 
 
 def _memory(client: int, stage: Stage) -> str:

@@ -16,7 +16,7 @@ from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
-from fedstill.errors import ConfigError, FedstillError, Refused, on_one_line
+from fedstill.errors import ConfigError, FedstillError, Refused, cut_reason, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.named_tables import NAMED
@@ -31,6 +31,7 @@ from fedstill.files import digest, make_folder
 from fedstill.method import acting, census_stage
 from fedstill.records import Examples
 from fedstill.version import VERSION
+from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork
 
 
@@ -87,7 +88,7 @@ class Clerk:
         except Exception as error:
             reason = on_one_line(error)
         stage = request.stage
-        return SiteReply(request.client, stage.round, stage.index, failure=" ".join(reason.split()))
+        return SiteReply(request.client, stage.round, stage.index, failure=cut_reason(reason))
 
     def _answer(self, request: Request) -> SiteReply:
         if request.client != self.site.client:
@@ -96,7 +97,16 @@ class Clerk:
         desk = Desk(self.site.memory, request.run, request.client)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
-            return desk.kept(request) or self._work(ready, request, desk)
+            kept = desk.kept(request)
+            if kept is None and desk.noised_before(request.stage):
+                raise Refused(
+                    f"this site has answered round {request.stage.round}, stage {request.stage.name!r} with noise, and "
+                    "answers no other request for it: two answers would show more than one"
+                )
+            answer = kept or self._work(ready, request, desk)
+            if ready.settings.on_sites and ready.settings.privacy.on and rows_of(answer.up):
+                desk.note_noise(request.stage)
+            return answer
 
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
@@ -106,6 +116,9 @@ class Clerk:
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
+        most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world)) if settings.privacy.on else 0
+        if settings.privacy.on and rows_of(reply.up) > most:
+            raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
         answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
 
@@ -117,7 +130,8 @@ class Clerk:
             if "label_counts" not in method.requires():
                 raise Refused(f"method {ready.settings.named.method.name} needs no label counts, so they stay here")
             return Census()
-        if stage not in ready.settings.topology(stage.round, ready.world):
+        within = 1 <= stage.round <= ready.settings.rounds
+        if not within or stage not in ready.settings.topology(stage.round, ready.world):
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
         return acting(method, stage).work(stage)
 
