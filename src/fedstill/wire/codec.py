@@ -22,7 +22,7 @@ from fedstill.records import Group, Payload
 MAX_BYTES = 4 << 30
 MAX_TENSOR_HEADER = 8 << 20
 MAX_NAME = 512
-MAX_ENTRIES = 20_000
+MAX_ENTRIES = 10_000
 """The most tensors, and the most groups, of one payload."""
 MAX_DIMS = 8
 """The most dimensions of a tensor."""
@@ -105,17 +105,18 @@ def _note(data: bytes, limit: int, entries: int) -> dict[str, Any]:
     if size > min(MAX_TENSOR_HEADER, len(data) - 8):
         raise BadPayload(f"a header of {size} bytes does not fit in {len(data)} bytes (at most {MAX_TENSOR_HEADER})")
     text = data[8 : 8 + size]
-    if text.count(b"{") > entries + 8 or text.count(b",") > 16 * entries + 64:  # counted, because parsing takes long
+    if text.count(b"{") > entries + 4 or text.count(b",") > 12 * entries + 64:  # counted, because parsing takes long
         raise BadPayload(f"it holds more than {entries} tensors, the limit")
     try:
         header = json.loads(text.decode(), object_pairs_hook=_unique)
         note = json.loads(header[_METADATA][_KEY], object_pairs_hook=_unique)
+        groups = len(note["groups"])
         dims = {name: len(entry["shape"]) for name, entry in header.items() if name != _METADATA}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise BadPayload(f"the header is not a payload's: {type(error).__name__} {str(error)[:100]}") from error
+    _check_sizes(groups, dims, entries)
     if not _is_note(note):
         raise BadPayload("the header does not describe groups")
-    _check_sizes(len(note["groups"]), dims, entries)
     return note  # type: ignore[no-any-return]
 
 
