@@ -1,0 +1,217 @@
+"""Crafted reports over the loopback grid: each is refused by name, the round goes on as without it, and resumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toys
+from fedstill.engines.flower.loopback import serialised
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import resume, run
+from flowers import TroubledGrid, needs_flower, over_flower, parsed
+from run_bits import StopAfter
+
+pytestmark = needs_flower
+
+HOSTILE, CLIENTS, C = 1, 3, toys.CLASSES
+SHORT = toys.toy(
+    toys.Failing(who=-9),
+    rounds=2,
+    topology={"clients": CLIENTS, "sampled": CLIENTS},
+    plan={"epochs": 1, "batch": 10, "lr": 0.1},
+    measure=("local", "epochs", "private_public"),
+    measure_every=1,
+)
+"""Two rounds; client 1 is hostile in the first."""
+
+Header = dict[str, Any]
+
+
+def metrics(**changes: Any) -> Callable[[Header], Any]:
+    return lambda header: header["metrics"].update(changes)
+
+
+def own(**report: Any) -> Callable[[Header], Any]:
+    return metrics(report=report)
+
+
+def said(**changes: Any) -> Callable[[Header], Any]:
+    return lambda header: header.update(changes)
+
+
+def without(name: str) -> Callable[[Header], Any]:
+    return lambda header: header["metrics"].pop(name)
+
+
+def right(change: Callable[[list[int]], Any]) -> Callable[[Header], Any]:
+    def spoil(header: Header) -> None:
+        header["metrics"]["correct_by_class"] = change(header["metrics"]["correct_by_class"])
+
+    return spoil
+
+
+TABLE = {"counts": [3] * C, "after": [1] * C}
+MALFORMED = r"its report '{}' is malformed"
+ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
+    "self": (metrics(self=1), "'self' is none that this run asks for"),
+    "an unknown name": (metrics(mine=1), "'mine' is none that this run asks for"),
+    "a name of another measure": (metrics(spread=0.5), "'spread' is none that this run asks for"),
+    "seconds of no measure": (metrics(seconds_mine=1.0), "'seconds_mine' is none"),
+    "a long name": (metrics(**{"n" * 10_000: 1}), "a name that is no short text"),
+    "an empty name": (metrics(**{"": 1}), "a name that is no short text"),
+    **{
+        f"the server's {name}": (metrics(**{name: 1}), f"'{name}' is the server's to fill in")
+        for name in ("event", "round", "client", "refused", "idle", "bytes_up", "examples", "noised_rows")
+    },
+    "endless seconds": (metrics(seconds_training=10**400), MALFORMED.format("seconds_training")),
+    "endless seconds of measures": (metrics(seconds_measuring=10**400), MALFORMED.format("seconds_measuring")),
+    "endless seconds of a measure": (metrics(seconds_local=10**400), MALFORMED.format("seconds_local")),
+    "negative seconds": (metrics(seconds=-1.0), MALFORMED.format("seconds")),
+    "text for seconds": (metrics(seconds_training="long"), MALFORMED.format("seconds_training")),
+    "a table for seconds": (metrics(seconds_local={"a": 1}), MALFORMED.format("seconds_local")),
+    "no seconds": (metrics(seconds_training=None), MALFORMED.format("seconds_training")),
+    "true seconds": (metrics(seconds_training=True), MALFORMED.format("seconds_training")),
+    "text for steps": (metrics(steps="5"), MALFORMED.format("steps")),
+    "endless steps": (metrics(steps=10**300), MALFORMED.format("steps")),
+    "endless epochs": (metrics(epochs=10**300), MALFORMED.format("epochs")),
+    "text for a loss": (metrics(loss={"ce": "low"}), MALFORMED.format("loss")),
+    "an endless loss": (metrics(loss={"ce": 10**400}), MALFORMED.format("loss")),
+    "a loss that is a number": (metrics(loss=0.5), MALFORMED.format("loss")),
+    "text for scores": (metrics(scores=["good"]), MALFORMED.format("scores")),
+    "teachers that are a number": (metrics(teachers=7), MALFORMED.format("teachers")),
+    "an accuracy over 1": (metrics(site_accuracy=1.5), MALFORMED.format("site_accuracy")),
+    "too few counts": (metrics(label_counts=[1] * (C - 1)), "label_counts has 4 numbers for 5 classes"),
+    "too many counts": (right(lambda n: [*n, 0]), "correct_by_class has 6 numbers for 5 classes"),
+    "text for counts": (metrics(label_counts="many"), MALFORMED.format("label_counts")),
+    "text among counts": (right(lambda n: ["1", *n[1:]]), MALFORMED.format("correct_by_class")),
+    "negative counts": (right(lambda n: [-1, *n[1:]]), MALFORMED.format("correct_by_class")),
+    "halves for counts": (right(lambda n: [0.5, *n[1:]]), MALFORMED.format("correct_by_class")),
+    "endless counts": (right(lambda n: [10**400, *n[1:]]), MALFORMED.format("correct_by_class")),
+    "more right than test images": (right(lambda n: [10**6, *n[1:]]), "more right answers than there are test images"),
+    "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
+    "no label counts": (without("label_counts"), "correct_by_class is without label_counts"),
+    "epochs of another length": (metrics(correct_by_epoch=[[0] * C, [0]]), r"correct_by_epoch\[1\] has 1 numbers"),
+    "no epochs": (metrics(correct_by_epoch=[]), "correct_by_epoch is not a list"),
+    "epochs that are numbers": (metrics(correct_by_epoch=[1, 2]), MALFORMED.format("correct_by_epoch")),
+    "more epochs than it had": (metrics(correct_by_epoch=[[0] * C] * 9), "correct_by_epoch has 9 epochs"),
+    "private text": (metrics(private="mine"), "private is not a table"),
+    "private without after": (metrics(private={"counts": [1] * C}), "private is not a table"),
+    "private with more": (metrics(private={**TABLE, "more": [1] * C}), "private is not a table"),
+    "private of another length": (metrics(private={**TABLE, "after": [1]}), "private: after has 1 numbers"),
+    "more right than private": (metrics(private={**TABLE, "after": [4] * C}), "private: after has more right answers"),
+    "more private than it has": (metrics(private={"counts": [10**6] * C, "after": [1] * C}), "counts more examples"),
+    "a report that is a list": (metrics(report=[1]), MALFORMED.format("report")),
+    "a report in the server's name": (own(refused="no"), "'refused' is the server's to fill in"),
+    "a report in the engine's name": (own(steps=10**6), "'steps' is not a method's to give"),
+    "a report in a measure's name": (own(label_counts=[1] * C), "'label_counts' is not a method's to give"),
+    "a report in a reader's name": (own(private=TABLE), "'private' is not a method's to give"),
+    "a report in a measure's time": (own(seconds_epochs=3.0), "'seconds_epochs' is not a method's to give"),
+    "a report with endless numbers": (own(mine=10**400), MALFORMED.format("mine")),
+    "a deep report": (own(mine=[[[[1]]]]), MALFORMED.format("mine")),
+    "a large report": (own(mine=[0.123456789] * 20_000), "characters, over the limit of"),
+    "a long word": (own(mine="x" * 301), MALFORMED.format("mine")),
+    "too many examples": (said(examples=10**9), "claims 1000000000 examples"),
+    "more examples than it has": (said(examples=500), "claims 500 examples, and has"),
+    "negative examples": (said(examples=-1), "examples is out of range"),
+    "text for examples": (said(examples="all"), "'all' is not a whole number"),
+    "half an example": (said(examples=1.5), "is not a whole number"),
+    "metrics that are a list": (said(metrics=[]), "metrics is missing"),
+    "another round": (said(round=2), "replied for round 2"),
+    "a long failure": (said(failure="x" * 6_000), "failed: x{100}"),
+}
+
+TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
+    "NaN": (lambda t: t.replace('"seconds": ', '"seconds": NaN, "was": '), "the header is not JSON"),
+    "-Infinity": (lambda t: t.replace('"loss": {', '"loss": {"more": -Infinity, '), "the header is not JSON"),
+    "1e999": (lambda t: t.replace('"loss": {', '"loss": {"more": 1e999, '), "the header is not JSON"),
+    "a number of 5000 digits": (lambda t: t.replace('"loss": {', '"loss": {"more": ' + "9" * 5000 + ", "), "not JSON"),
+    "deep lists": (lambda t: "[" * 100_000, "the header is not JSON"),
+    "a long header": (lambda t: t + " " * (1 << 20), "over the limit of 1048576"),
+    "no text": (lambda t: "", "the header is not JSON"),
+}
+
+
+def as_text(attack: Callable[[Header], Any]) -> Callable[[str], str]:
+    def spoil(text: str) -> str:
+        header = json.loads(text)
+        attack(header)
+        return json.dumps(header)
+
+    return spoil
+
+
+ALL = {**{name: (as_text(attack), why) for name, (attack, why) in ATTACKS.items()}, **TEXTS}
+
+
+def spoiled(text: Callable[[str], str]) -> Any:
+    """What changes the header of the hostile client's reply in round 1."""
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        reply = grid.work(client, data)
+        if (client, round) != (HOSTILE, 1) or reply is None:
+            return reply
+        message = parsed(reply)
+        header = message.content.config_records["header"]
+        header["json"] = text(str(header["json"]))
+        return serialised(message)
+
+    return trouble
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    return [without_times(e) for e in read_journal(folder / "journal.jsonl")]
+
+
+def refusals(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [e for e in events if "refused" in e and "client" in e]
+
+
+@pytest.fixture(scope="module")
+def without_it(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run whose client 1 gives no answer in round 1."""
+    folder = tmp_path_factory.mktemp("without") / "run"
+    experiment = over_flower(SHORT, retries=0)
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return None if (client, round) == (HOSTILE, 1) else grid.work(client, data)
+
+    run(experiment, folder, toys.blobs(), grid=TroubledGrid(experiment, folder.parent / "sites", trouble))
+    return folder
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
+    name: str, without_it: Path, tmp_path: Path
+) -> None:
+    text, why = ALL[name]
+    experiment, folder = over_flower(SHORT, retries=0), tmp_path / "run"
+    grid = TroubledGrid(experiment, tmp_path / "sites", spoiled(text))
+    with pytest.raises(Interrupted):
+        run(experiment, folder, toys.blobs(), watch=StopAfter(1), grid=grid)
+    resume(folder, toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites"))
+    events, others = journal(folder), journal(without_it)
+    (refused,) = refusals(events)
+    assert (refused["client"], refused["round"]) == (HOSTILE, 1)
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(refused["refused"])
+    assert len(refused["refused"]) <= 300
+    assert (folder / "model.safetensors").read_bytes() == (without_it / "model.safetensors").read_bytes()
+    assert [e for e in events if e not in refusals(events)] == [e for e in others if e not in refusals(others)]
+
+
+def test_an_honest_report_is_taken_with_all_its_fields(tmp_path: Path) -> None:
+    """The table above would pass if every report were refused."""
+    run(over_flower(SHORT), tmp_path / "flower", toys.blobs())
+    run(replace(SHORT, engine="serial"), tmp_path / "serial", toys.blobs())
+    events = journal(tmp_path / "flower")
+    assert not refusals(events)
+    assert events == journal(tmp_path / "serial")
+    told = [e for e in events if e["event"] == "client"]
+    assert all({"loss", "steps", "label_counts", "correct_by_class", "correct_by_epoch"} <= e.keys() for e in told)
