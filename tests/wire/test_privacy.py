@@ -11,12 +11,16 @@ import pytest
 import torch
 
 import toys
+from fedstill.engines.flower.loopback import parsed, serialised
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.runner import resume, run
-from fedstill.records import Payload
+from fedstill.records import Payload, Stage
 from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
+from flowers import TroubledGrid, needs_flower, over_flower
 from run_bits import stopped
 
 CLIP = {"clip": 2.0}
@@ -132,6 +136,88 @@ def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) ->
         other = read_journal(tmp_path / str(stages) / "journal.jsonl")
         assert without_times(other) == without_times(events)
     assert whole.accuracy is not None
+
+
+def test_uploads_of_different_rows_cost_what_dp_accounting_composes() -> None:
+    accounting = pytest.importorskip("dp_accounting")
+    privacy = Privacy(clip=3.0, noise=60.0)
+    composed = accounting.pld.PLDAccountant()
+    for rows in (50, 7, 120):
+        multiplier = privacy.noise / (2 * math.sqrt(rows))
+        composed.compose(accounting.GaussianDpEvent(multiplier))
+    assert privacy.epsilon(50 + 7 + 120) == pytest.approx(composed.get_epsilon(privacy.delta), rel=1e-3)
+
+
+def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_to() -> None:
+    """Each upload's privacy loss on a grid, from its densities; their sum's by convolution; delta from that."""
+    privacy, step = Privacy(clip=3.0, noise=60.0, delta=1e-5), 1e-4
+    at = np.arange(-8.0, 8.0 + step, step)
+    total = None
+    for rows in (50, 7, 120):
+        r = 2 * math.sqrt(rows) / privacy.noise  # the loss is normal: mean r^2 / 2, spread r
+        mass = np.exp(-(((at - r * r / 2) / r) ** 2) / 2)
+        mass = np.fft.rfft(mass / mass.sum(), 4 * len(at))
+        total = mass if total is None else total * mass
+    summed = np.fft.irfft(total, 4 * len(at))[: 3 * len(at) - 2]
+    loss = 3 * at[0] + step * np.arange(len(summed))
+    found = privacy.epsilon(50 + 7 + 120)
+    assert found is not None
+    over = loss > found
+    assert float((summed[over] * -np.expm1(found - loss[over])).sum()) == pytest.approx(privacy.delta, rel=1e-3)
+
+
+def budget(method: str = "hiper_fedkd", **changes: object) -> Budget:
+    settings = settle(experiment(method, clip=3.0, noise=20.0).with_values({"data.name": "blobs", **changes}, "test"))
+    return Budget(settings.privacy, settings.method, prepare(settings, toys.blobs()).world)
+
+
+LOCAL = Stage(1, 0, "local", (0, 1, 2, 3))
+
+
+def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() -> None:
+    spent = budget()
+    events = [{"client": c} for c in range(3)] + [{"client": 3, "idle": True}]
+    events[1] |= {"refused": "params differ", "noised_rows": 0}  # a claim from before reports were checked
+    came = {0: Payload(logits=torch.zeros(toys.PUBLIC, 5)), 1: Payload(logits=torch.zeros(200, 5)), 2: Payload()}
+    spent.mark(LOCAL, events, came)
+    assert [e.get("noised_rows") for e in events] == [toys.PUBLIC, 200, toys.PUBLIC, None]
+    alone = [Privacy(clip=3.0, noise=20.0).epsilon(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)]
+    assert spent.told()["privacy"]["epsilon"] == alone
+    again = budget()
+    again.count(json.loads(json.dumps(events)))
+    assert again.told() == spent.told(), "a resumed run counts the journal"
+
+
+def test_what_is_no_upload_of_logits_costs_nothing() -> None:
+    spent = budget()
+    spent.mark(Stage(1, 0, "fit", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(params={"w": torch.ones(1)})})
+    spent.mark(Stage(1, 2, "distil", (0, 1, 2, 3)), [{"client": 0}], {0: Payload()})
+    spent.mark(Stage(0, 0, "census", (0, 1, 2, 3)), [{"client": 0}], {0: Payload(labels=torch.ones(5))})
+    spent.mark(LOCAL, [{"client": 9}, {"client": -1}], {})
+    assert spent.told()["privacy"]["epsilon"] == [0.0] * 4
+
+
+@needs_flower
+def test_one_clients_claims_change_nobodys_epsilon(tmp_path: Path) -> None:
+    """The attack: a listed client reports that its upload had no rows, which made everybody's epsilon 0."""
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        reply = grid.work(client, data)
+        if client != 1 or round == 0 or reply is None:
+            return reply
+        message = parsed(reply)
+        header = message.content.config_records["header"]
+        header["json"] = str(header["json"]).replace('"metrics": {', '"metrics": {"noised_rows": 0, ', 1)
+        return serialised(message)
+
+    asked = over_flower(experiment(clip=3.0, noise=20.0), retries=0)
+    run(asked, tmp_path / "run", toys.blobs(), grid=TroubledGrid(asked, tmp_path / "sites", trouble))
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    refused = [e["refused"] for e in events if "refused" in e and "client" in e]
+    assert refused
+    assert all("'noised_rows' is the server's to fill in" in why for why in refused)
+    told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
+    assert told == [[Privacy(clip=3.0, noise=20.0).epsilon(toys.PUBLIC, k)] * 4 for k in (1, 2)], "its uploads arrived"
 
 
 def test_noise_reaches_what_everybody_learns(tmp_path: Path) -> None:

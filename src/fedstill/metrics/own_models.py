@@ -22,7 +22,7 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for kind in ("private", "public"):
         after, before = dict[str, float](), dict[str, float]()
         for event in clients:
-            counted = event.get(kind, {})
+            counted = event.get(kind, {}) if isinstance(event.get(kind), Mapping) else {}
             total = sum(counted.get("counts", ()))
             if not total or event["client"] == SERVER_ID:
                 continue
@@ -35,7 +35,8 @@ def private_public(clients: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             out[f"{kind}_by_client"] = after
         if before:
             out[f"{kind}_before_by_client"] = before
-    taught = [e["public"] for e in clients if e["client"] == SERVER_ID and sum(e.get("public", {}).get("counts", ()))]
+    on_public = [e for e in clients if e["client"] == SERVER_ID and isinstance(e.get("public"), Mapping)]
+    taught = [e["public"] for e in on_public if sum(e["public"].get("counts", ()))]
     if taught:
         out["server_public_accuracy"] = sum(taught[-1]["after"]) / sum(taught[-1]["counts"])
     return out

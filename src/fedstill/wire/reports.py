@@ -160,8 +160,8 @@ def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list
 def _heals(name: str, value: Any, classes: int) -> bool:
     if not _has_its_form(name, value, depth=100, word=1 << 20):
         return False
-    if name in ("private", "public") and isinstance(value, Mapping):
-        return not (value and wrong_table(name, value, classes))
+    if name in ("private", "public") and not is_number(value):
+        return value == {} or not wrong_table(name, value, classes)
     rows = value if name == "correct_by_epoch" else [value] if name in COUNTED else []
     return not classes or all(len(row) == classes for row in rows)
 

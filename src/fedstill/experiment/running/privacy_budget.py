@@ -27,8 +27,11 @@ class Budget:
 
     def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
         """Note in the clients' events of a stage how many rows of noised logits each sent; ``came``: what arrived."""
-        for event in events if self.privacy.on and stage.round > 0 else ():  # round 0 is the census
+        for event in events:
+            event.pop("noised_rows", None)
             client = event["client"]
+            if not self.privacy.on or stage.round == 0:  # which is the census
+                continue
             if client == SERVER or client not in stage.clients or "idle" in event:
                 continue
             asked = rows_of(acting(self.method, stage).expects(client, stage, self.world))

@@ -1,0 +1,235 @@
+"""Noise of real sites: nobody can draw it again, and a hostile server gets one noised answer a stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import kstest
+from test_flower_own_data import CLIENTS, simulated, sites
+
+import fedstill
+import toys
+from fedstill.engines.flower.client_app import client_app
+from fedstill.engines.flower.loopback import LoopbackGrid
+from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
+from fedstill.files import digest
+from fedstill.keys import generator, seed_for
+from fedstill.records import Payload, Stage
+from fedstill.wire import privacy as wire_privacy
+from fedstill.wire.privacy import Privacy, clip_rows, secret_normal
+from flowers import needs_flower
+
+pytestmark = needs_flower
+
+PRIVACY = {"clip": 3.0, "noise": 20.0}
+SITES = {"deadline": 30.0, "poll": 1.0, "data": "sites", "federation": "/federation"}
+FIRST = Stage(1, 0, "local", tuple(range(CLIENTS)))
+
+
+def setting(**privacy: float) -> Experiment:
+    return toys.toy(
+        "hiper_fedkd",
+        data={"public": toys.PUBLIC},
+        topology={"clients": CLIENTS},
+        privacy=privacy,
+        rounds=2,
+        plan={"epochs": 1, "batch": 10},
+    )
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> list[Site]:
+    """Three sites, with data of their own."""
+    return sites(simulated(setting()), tmp_path_factory.mktemp("sites"))
+
+
+def asked(experiment: Experiment, stage: Stage = FIRST, **down: Any) -> Request:
+    """What the server sends client 0 in a stage."""
+    settings = settle(
+        replace(experiment.with_values({"data.name": "blobs"}, "test"), engine="flower", flower=dict(SITES))
+    )
+    facts, config = Facts.known_by(prepare(settings, toys.blobs())).plain(), settings.toml
+    sent = Payload({"temperature": 1.0, **down})
+    return Request(fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, facts=facts, down=sent)
+
+
+def at(site: Site, memory: Path) -> Clerk:
+    """The site with an empty memory, as a process that has just started."""
+    return Clerk(replace(site, memory=memory))
+
+
+def logits(answer: SiteReply) -> torch.Tensor:
+    assert answer.failure == ""
+    return answer.up.tensor("logits").double()
+
+
+def keyed(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The noise that a server draws that knows the run's seed."""
+    key = seed_for(seed, FIRST.round, FIRST.index, 0, "privacy")
+    return torch.randn(shape, generator=generator(key), dtype=torch.float64)
+
+
+def test_a_server_that_knows_the_seed_cannot_subtract_the_noise(there: list[Site], tmp_path: Path) -> None:
+    clean = clip_rows(logits(at(there[0], tmp_path / "clean")(asked(setting()))), PRIVACY["clip"])
+    noised = logits(at(there[0], tmp_path / "noised")(asked(setting(**PRIVACY))))
+    spread = PRIVACY["clip"] * PRIVACY["noise"]
+    left = noised - spread * keyed(tuple(noised.shape), setting().seed) - clean
+    assert left.std().item() == pytest.approx(2**0.5 * spread, rel=0.3), "two draws apart, not none"
+    assert (noised - clean).std().item() == pytest.approx(spread, rel=0.3)
+
+
+def test_in_a_simulation_it_can_be_subtracted_as_the_document_says() -> None:
+    """The test above would pass if the attack itself were wrong."""
+    experiment, ready = (
+        setting(**PRIVACY),
+        prepare(settle(setting(**PRIVACY).with_values({"data.name": "blobs"}, "test")), toys.blobs()),
+    )
+    work, down = ready.settings.method.work(FIRST), Payload(temperature=1.0)
+    plain = replace(ready.engine(), privacy=Privacy())
+    noised, clean = (
+        engine.run(work, FIRST, {0: down}, experiment.seed)[0].up.tensor("logits").double()
+        for engine in (ready.engine(), plain)
+    )
+    spread = PRIVACY["clip"] * PRIVACY["noise"]
+    left = noised - spread * keyed(tuple(noised.shape), experiment.seed)
+    torch.testing.assert_close(left, clip_rows(clean, PRIVACY["clip"]), rtol=0, atol=1e-4)
+
+
+def test_the_same_request_has_the_kept_answer_and_noise_is_drawn_once(there: list[Site], tmp_path: Path) -> None:
+    request = asked(setting(**PRIVACY))
+    first, again = (logits(at(there[0], tmp_path)(request)) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"down": Payload(temperature=2.0)},
+        {"down": Payload(temperature=1.0, more=1)},
+        {"memory": ("client0-round0-stage0.safetensors", "0" * 64)},
+    ],
+    ids=["another content", "more content", "another memory"],
+)
+def test_another_request_for_a_stage_that_has_noise_is_refused(
+    change: dict[str, Any], there: list[Site], tmp_path: Path
+) -> None:
+    request = asked(setting(**PRIVACY))
+    first = logits(at(there[0], tmp_path)(request))
+    second = at(there[0], tmp_path)(replace(request, **change))
+    assert "answered round 1, stage 'local' with noise, and answers no other request for it" in second.failure
+    assert not second.up
+    assert torch.equal(logits(at(there[0], tmp_path)(request)), first), "the first one is still answered"
+
+
+def test_without_noise_another_request_is_worked_out_anew(there: list[Site], tmp_path: Path) -> None:
+    request = asked(setting())
+    assert at(there[0], tmp_path)(request).failure == ""
+    assert at(there[0], tmp_path)(replace(request, down=Payload(temperature=2.0))).failure == ""
+
+
+def test_a_stage_stays_answered_when_its_reply_is_gone(there: list[Site], tmp_path: Path) -> None:
+    request = asked(setting(**PRIVACY))
+    logits(at(there[0], tmp_path)(request))
+    (kept,) = tmp_path.rglob("*.reply")
+    kept.unlink()
+    assert "answers no other request" in at(there[0], tmp_path)(request).failure
+
+
+def test_a_site_that_was_killed_before_its_answer_left_works_again(there: list[Site], tmp_path: Path) -> None:
+    request = asked(setting(**PRIVACY))
+    logits(at(there[0], tmp_path)(request))
+    (kept,), (noted,) = tmp_path.rglob("*.reply"), tmp_path.rglob("noised")
+    kept.unlink()
+    noted.unlink()  # it is written before the answer leaves
+    assert at(there[0], tmp_path)(request).failure == ""
+
+
+@pytest.mark.parametrize("round", [0, 3, 1000])
+def test_rounds_that_the_run_does_not_have_are_refused(round: int, there: list[Site], tmp_path: Path) -> None:
+    answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), replace(FIRST, round=round)))
+    assert f"stage 'local' is not in the schedule of round {round}" in answer.failure
+
+
+def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_path: Path) -> None:
+    images = torch.zeros(toys.PUBLIC + 1, dtype=torch.int64)  # one image, again and again: its noise would average out
+    answer = at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images))
+    assert answer.failure == "the request asks for 51 rows of logits, where the run has 50"
+    assert not answer.up
+    assert logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0] == toys.PUBLIC
+
+
+def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[Site], tmp_path: Path) -> None:
+    from flwr.app import Error, Message
+
+    from fedstill.engines.flower.loopback import parsed, serialised
+
+    class Losing(LoopbackGrid):
+        """Every node's first reply in a stage is lost, when it has left the node."""
+
+        def deliver(self, node: int, data: bytes) -> bytes | None:
+            reply, message = super().deliver(node, data), parsed(data)
+            if message.metadata.message_type != "train.stage" or reply is None:
+                return reply
+            answers.setdefault((node, str(message.content.config_records["header"]["json"])), []).append(reply)
+            lost = len(answers[node, str(message.content.config_records["header"]["json"])]) == 1
+            return serialised(Message(Error(4, "gone"), reply_to=message)) if lost else reply
+
+    answers: dict[tuple[int, str], list[bytes]] = {}
+    clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
+    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
+    run(experiment, tmp_path / "run", toys.blobs(), grid=Losing(app, range(CLIENTS)))
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert not [e for e in events if "refused" in e and "client" in e]
+    assert all(len(each) == 2 for each in answers.values())
+    for lost, came in answers.values():
+        left, right = (parsed(data).content.array_records["groups"] for data in (lost, came))
+        assert [a.data for a in left.values()] == [a.data for a in right.values()]
+    told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
+    assert told == [[Privacy(**PRIVACY).epsilon(toys.PUBLIC, k)] * CLIENTS for k in (1, 2)]
+
+
+def test_secret_draws_are_normal_and_come_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    one = secret_normal((300, 100))
+    torch.manual_seed(1)
+    other = secret_normal((300, 100))
+    assert one.shape == (300, 100)
+    assert one.dtype == torch.float64
+    assert not torch.equal(one, other), "no seed repeats them"
+    assert kstest(torch.cat([one, other]).flatten().numpy(), "norm").pvalue > 1e-6
+
+
+def secret(word: int) -> float:
+    """One draw from one word of 64 bits, by another way than the code's: a bisection of erfc."""
+    from math import erfc, sqrt
+
+    below, sign = ((word >> 1) + 0.5) * 2.0**-64, 1 if word & 1 else -1
+    low, high = -40.0, 0.0
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if 0.5 * erfc(-middle / sqrt(2)) < below else (low, middle)
+    return sign * low
+
+
+def test_a_draw_is_the_inverse_of_the_normal_distribution_at_the_systems_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [0, 1, 2**64 - 1, 2**64 - 2, 2**63, 12345678901234567890, 3, 2**32]
+    drawn: list[int] = []
+    monkeypatch.setattr(
+        wire_privacy.os, "urandom", lambda size: drawn.append(size) or b"".join(w.to_bytes(8, "little") for w in words)
+    )
+    found = secret_normal((2, 4)).flatten().tolist()
+    assert drawn == [64]
+    assert found == pytest.approx([secret(w) for w in words], rel=1e-9, abs=1e-12)
+    assert max(found) > 9
