@@ -90,3 +90,49 @@ def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(report:
     engine = FlowerEngine(ready.engine(), Answers(report), lambda **_: None)  # type: ignore[arg-type,return-value]
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure
+
+
+class Undeclared(Measure):
+    at_sites = True
+
+    def at_client(self, seen: AtClient) -> dict[str, Any]:
+        return {"spread": 0.5}
+
+
+class Declared(Undeclared):
+    gives = ("spread",)
+
+
+ALWAYS = frozenset({2})
+SPREAD = {"loss": {"ce": 1.0}, "spread": 0.5, "seconds_mine": 0.1, "report": {"helper": 1}}
+
+
+def test_names_are_known_where_every_measure_says_its_own() -> None:
+    known, open_ = (ClientMeasures({"mine": m}, ALWAYS) for m in (Declared(), Undeclared()))
+    assert known.refuses(SPREAD, TRAIN, 5) == open_.refuses(SPREAD, TRAIN, 5) == ""
+    assert known.refuses({**SPREAD, "more": 1}, TRAIN, 5) == "its report 'more' is none that this run asks for"
+    assert open_.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
+    other = Stage(1, 0, "train", (0,))
+    assert "'seconds_mine' is none" in open_.refuses(SPREAD, other, 5), "it is not due, so nobody asked"
+    assert "'spread' is not a method's" in known.refuses({"report": {"spread": 1.0}}, other, 5)
+
+
+def test_a_real_site_may_not_send_what_stays_at_sites() -> None:
+    chosen = {**measures(BUILT_IN), "mine": Declared()}
+    sent = {"label_counts": [1] * 5, "correct_by_class": [1] * 5}
+    assert at_clients(chosen, ALWAYS).refuses(sent, TRAIN, 5) == ""
+    there = at_clients(chosen, ALWAYS, real_site=True)
+    assert list(there.named) == ["mine"]
+    assert "'correct_by_class' is none that this run asks for" in there.refuses(sent, TRAIN, 5)
+
+
+def test_a_check_that_raises_is_a_refusal() -> None:
+    class Raising(Declared):
+        def refuses(self, report: Any, classes: int) -> str:
+            return str(report["spread"].upper())
+
+    ready = prepare(settle(toys.toy(measure=())), toys.blobs())
+    taken = ClientMeasures({"mine": Raising()}, ALWAYS)
+    engine = FlowerEngine(ready.engine(), Answers({"spread": 0.5}), lambda **_: None, measures=taken)  # type: ignore[arg-type,return-value]
+    (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
+    assert reply.failure.startswith("its report could not be checked: AttributeError")

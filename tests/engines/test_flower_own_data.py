@@ -124,6 +124,7 @@ class Spread(Measure):
     """A number from a site's own data that may leave it."""
 
     at_sites = True
+    gives = ("spread",)
 
     def at_client(self, seen: AtClient) -> dict[str, float]:
         return {"spread": float(seen.view.logits(seen.end).std())}

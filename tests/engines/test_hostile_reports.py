@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toys
 from fedstill.engines.flower.loopback import serialised
+from fedstill.engines.flower.messages import content
+from fedstill.engines.flower.requests import SiteReply
 from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
+from fedstill.records import Payload
 from flowers import TroubledGrid, needs_flower, over_flower, parsed
 from run_bits import StopAfter
 
@@ -204,6 +208,86 @@ def test_a_crafted_report_is_refused_by_name_and_the_run_is_that_without_it(
     assert len(refused["refused"]) <= 300
     assert (folder / "model.safetensors").read_bytes() == (without_it / "model.safetensors").read_bytes()
     assert [e for e in events if e not in refusals(events)] == [e for e in others if e not in refusals(others)]
+
+
+CENSUS = toys.toy(
+    "toy_logits", rounds=1, data={"public": toys.PUBLIC}, topology={"clients": CLIENTS}, plan={"epochs": 1, "batch": 10}
+)
+
+
+@pytest.mark.parametrize(
+    ("labels", "examples", "why"),
+    [
+        ([-5, 20, 20, 20, 20], 10, "its census counts 75 examples, and it claims 10"),
+        ([10**15] * C, 10, "its census counts 5e.15 examples"),
+        ([2**62] * C, 10, "its census counts 2.30584e.19 examples"),
+        ([1] * C, 50, "its census counts 5 examples, and it claims 50"),
+    ],
+)
+def test_a_crafted_census_is_refused(labels: list[int], examples: int, why: str, tmp_path: Path) -> None:
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        if (client, round) != (HOSTILE, 0):
+            return grid.work(client, data)
+        return answer(data, SiteReply(HOSTILE, 0, 0, Payload(labels=torch.tensor(labels)), examples))
+
+    experiment = over_flower(CENSUS, retries=0)
+    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    first = refusals(journal(tmp_path / "run"))[0]
+    assert (first["client"], first["name"]) == (HOSTILE, "census")
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(first["refused"])
+
+
+def answer(data: bytes, reply: SiteReply) -> bytes:
+    """A reply of the hostile client's own making, to a message."""
+    from flwr.app import Message
+
+    return serialised(Message(content(reply), reply_to=parsed(data)))
+
+
+LARGE: dict[str, tuple[Payload, str]] = {
+    "many groups": (Payload({f"g{i}": 1 for i in range(10_001)}), "too many groups and tensors"),
+    "many tensors in two groups": (
+        Payload({g: {f"t{i}": torch.zeros(0) for i in range(6_000)} for g in "ab"}),
+        "over the limit of 4000|more than 4000 tensors",
+    ),
+    "long names": (Payload({"x" * 500: 1, "y" * 500: 1}), "groups differ"),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_reply_is_refused_by_a_short_reason(name: str, without_it: Path, tmp_path: Path) -> None:
+    up, why = LARGE[name]
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return (
+            answer(data, SiteReply(HOSTILE, 1, 0, up, 5))
+            if (client, round) == (HOSTILE, 1)
+            else grid.work(client, data)
+        )
+
+    experiment = over_flower(SHORT, retries=0)
+    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    (refused,) = refusals(journal(tmp_path / "run"))
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(refused["refused"])
+    assert len(refused["refused"]) <= 300
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (without_it / "model.safetensors").read_bytes()
+
+
+def test_a_long_reason_of_flowers_or_of_an_app_that_raised_is_cut(tmp_path: Path) -> None:
+    from flwr.app import Error, Message
+
+    def trouble(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        if round == 1 and client in (0, HOSTILE):
+            return serialised(Message(Error(2 if client else 4, "no " * 10**6), reply_to=parsed(data)))
+        return grid.work(client, data)
+
+    experiment = over_flower(SHORT.with_values({"clients.quorum": 0.3}, "test"), retries=0)
+    run(experiment, tmp_path / "run", toys.blobs(), grid=TroubledGrid(experiment, tmp_path / "sites", trouble))
+    reasons = [e["refused"] for e in refusals(journal(tmp_path / "run"))]
+    assert [len(why) for why in reasons] == [300, 300]
+    assert {why[:16] for why in reasons} == {"failed: no no no", "failed: Flower's"}
 
 
 def test_an_honest_report_is_taken_with_all_its_fields(tmp_path: Path) -> None:

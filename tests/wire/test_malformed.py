@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import struct
+import time
 import zipfile
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from fedstill.errors import BadPayload
 from fedstill.records import Payload
-from fedstill.wire.codec import MAX_TENSOR_HEADER, decode, encode
+from fedstill.wire.codec import MAX_DIMS, MAX_ENTRIES, MAX_TENSOR_HEADER, OWN_ENTRIES, decode, encode
 
 SAMPLE = Payload(
     params={"body.weight": torch.arange(12.0).reshape(3, 4), "body.bias": torch.ones(3), "seen": torch.tensor(3)},
@@ -137,6 +138,51 @@ MALFORMED = {
     "two tensors on the same bytes": with_note({"groups": ["a", "b"], "rest": {}}, {"a": FLOAT, "b": FLOAT}, b"\0" * 4),
     "bytes after the last tensor": GOOD + b"more",
 }
+
+
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def many(count: int, tensor: dict[str, object] = EMPTY) -> bytes:
+    names = [f"t{i}" for i in range(count)]
+    return with_note({"groups": ["a"], "rest": {"a": names}}, {f"a/{n}": tensor for n in names})
+
+
+TOO_MUCH = {
+    "one tensor too many": (many(MAX_ENTRIES + 1), "more than 10000 tensors"),
+    "sixty thousand": (many(60_000), "more than 10000 tensors"),
+    "groups": (with_note({"groups": [f"g{i}" for i in range(MAX_ENTRIES + 1)], "rest": {}}), "10001 groups"),
+    "numbers": (
+        with_note({"groups": [str(i) for i in range(10**5)], "rest": {str(i): 1 for i in range(10**5)}}),
+        "10000",
+    ),
+    "one dimension too many": (many(1, {**EMPTY, "shape": [1] * MAX_DIMS + [0]}), "9 dimensions, over the limit of 8"),
+    "a million dimensions": (many(1, {**EMPTY, "shape": [1] * 10**6 + [0]}), "more than 10000 tensors"),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_too_much_is_refused_in_milliseconds(name: str) -> None:
+    data, why = TOO_MUCH[name]
+    took = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with pytest.raises(BadPayload, match=why) as caught:
+            decode(data)
+        took.append(time.perf_counter() - began)
+        assert len(str(caught.value)) < 300
+    assert min(took) < 0.1, "1.9 s, when each tensor was made first"
+
+
+def test_the_most_that_is_allowed_is_decoded() -> None:
+    assert len(decode(many(MAX_ENTRIES)).tensors("a")) == MAX_ENTRIES
+    assert decode(encode(Payload(a=torch.zeros([1] * MAX_DIMS)))).tensor("a").ndim == MAX_DIMS
+    with pytest.raises(BadPayload, match="9 dimensions"):
+        encode(Payload(a=torch.zeros([1] * (MAX_DIMS + 1))))
+    own = encode(Payload(a={f"t{i}": torch.zeros(0) for i in range(MAX_ENTRIES + 1)}))
+    assert len(decode(own, entries=OWN_ENTRIES).tensors("a")) == MAX_ENTRIES + 1, "a file of one's own may be larger"
+    with pytest.raises(BadPayload, match="more than 2 tensors"):
+        decode(encode(Payload(a={f"t{i}": torch.zeros(1) for i in range(3)})), entries=2)
 
 
 @pytest.mark.parametrize("name", MALFORMED)

@@ -177,6 +177,59 @@ def test_counts_at_the_ends_of_the_range_are_accepted(count: int) -> None:
     assert screened(replace(reply(BAD), examples=count))[1] == []
 
 
+def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
+    labels = torch.zeros(8, 5, dtype=torch.int64)
+    labels[0, 3], labels[BAD, 1] = 10, 11
+    replies = [reply(0), reply(BAD), reply(4)]  # 10, 12 and 14 examples; client 4 gave no census
+    accepted, refused = screen(lambda _: EXPECTED, STAGE, DOWNS, replies, DEFAULT, labels)
+    assert [r.client for r in accepted] == [0, 4]
+    assert refused == [Refusal(BAD, "claims 12 examples, and 11 in the census")]
+
+
+def test_the_most_examples_are_the_configs() -> None:
+    assert [r.client for r in screened(reply(0), reply(7), rules=Rules(max_examples=12))[0]] == [0]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        ({"refused": ""}, "'refused' is the server's to fill in"),
+        ({"steps": True}, "'steps' is malformed"),
+        ({"report": {"loss": 1}}, "'loss' is not a method's to give"),
+        ({"report": {"x": torch.zeros(1)}}, "'x' is malformed"),
+        ({3: 1}, "a name that is no short text"),
+    ],
+)
+def test_reports_are_screened_whatever_the_engine(metrics: dict[str, object], why: str) -> None:
+    accepted, refused = screened(replace(reply(BAD), metrics=metrics), reply(0))
+    assert [r.client for r in accepted] == [0]
+    assert why in refused[0].reason
+    assert refused[0].up is GOOD, "what it brought is known, for who counts it"
+
+
+def test_what_cannot_be_checked_is_refused_and_reasons_end_at_300_characters() -> None:
+    class Odd(dict):  # type: ignore[type-arg]
+        def items(self) -> None:  # type: ignore[override]
+            raise MemoryError("x" * 6_000_000)
+
+    accepted, refused = screened(replace(reply(BAD), metrics=Odd()), reply(0))
+    assert [r.client for r in accepted] == [0]
+    assert refused[0].reason.startswith("could not be checked: MemoryError: x")
+    assert len(refused[0].reason) == 300
+    assert len(Refusal(1, "no\n" * 10**6).reason) <= 300
+
+
+def test_a_report_that_is_unusual_and_honest_is_accepted() -> None:
+    metrics = {
+        "loss": {"ce": math.nan},
+        "scores": [0.5, math.nan],
+        "teachers": ["peer 3"],
+        "seconds_mine.py": 0.0,
+        "report": {"probe": [0.1] * 1000, "teachers": [1, 2], "why": "because", "nothing": None, "deep": {"a": [[1]]}},
+    }
+    assert screened(replace(reply(BAD), metrics=metrics))[1] == []
+
+
 def test_a_repeated_reply_counts_once_the_first_time() -> None:
     first, second = reply(BAD), replace(reply(BAD), examples=999)
     accepted, refused = screened(first, reply(0), second)

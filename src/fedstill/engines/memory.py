@@ -9,7 +9,7 @@ from pathlib import Path
 from fedstill.errors import BadPayload, CorruptFile
 from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import NOTHING, Payload, Stage
-from fedstill.wire.codec import decode, encode
+from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Memory:
             data = path.read_bytes()
             if digest(data) != sha:
                 raise BadPayload("its SHA-256 is not the one noted")
-            return decode(data)
+            return decode(data, entries=OWN_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(f"{path}, the memory of client {client}, cannot be used: {error}") from error
 

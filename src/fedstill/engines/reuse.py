@@ -29,7 +29,7 @@ from fedstill.data.examples import examples_digest
 from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, make_folder, write_whole
 from fedstill.records import Payload, Plan, Reply, Stage, View
-from fedstill.wire.codec import decode, encode
+from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.reuse")
@@ -149,7 +149,7 @@ def _read(path: Path) -> Reply | None:
     try:
         if digest(data).encode() != seal:
             raise BadPayload("its SHA-256 is not the one noted")
-        payload = decode(data)
+        payload = decode(data, entries=OWN_ENTRIES)
         rest = json.loads(str(payload["rest"]))
         up = Payload({k.removeprefix("up "): v for k, v in payload.items() if k != "rest"})
         return Reply(rest["client"], up, rest["examples"], _not_now(rest["metrics"]))

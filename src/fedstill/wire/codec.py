@@ -23,7 +23,9 @@ MAX_BYTES = 4 << 30
 MAX_TENSOR_HEADER = 8 << 20
 MAX_NAME = 512
 MAX_ENTRIES = 10_000
-"""The most tensors, and the most groups, of one payload."""
+"""The most tensors, and the most groups, of one payload that comes over a network."""
+OWN_ENTRIES = 1 << 20
+"""The same of a payload that this machine wrote itself: among peers, one may hold the models of all."""
 MAX_DIMS = 8
 """The most dimensions of a tensor."""
 _KEY = "fedstill"
@@ -49,7 +51,7 @@ def encode(payload: Payload) -> bytes:
             rest[name] = group
         else:
             raise BadPayload(f"group {name!r} is a {type(group).__name__}, not tensors, a tensor, a number or a string")
-    _check_sizes(len(payload), {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()}, MAX_ENTRIES)
+    _check_sizes(len(payload), {name: getattr(tensor, "ndim", 0) for name, tensor in tensors.items()}, OWN_ENTRIES)
     try:
         note = json.dumps({"groups": list(payload), "rest": rest})
         own = {name: _stored(name, tensor) for name, tensor in tensors.items()}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from flwr.app import Context, Message
     from flwr.clientapp import ClientApp
 
-MOST_OF_A_REQUEST = 1_000_000
+MOST_OF_A_REQUEST = 1 << 20
 """The most groups and tensors of a request: among peers, one holds the models of all."""
 
 Does = Callable[[Request], SiteReply]

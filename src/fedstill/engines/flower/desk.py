@@ -10,7 +10,7 @@ from fedstill.engines.flower.requests import Request, SiteReply, Version
 from fedstill.errors import BadPayload, CorruptFile, FedstillError
 from fedstill.files import digest, make_folder, remove, sweep, write_whole
 from fedstill.records import NOTHING, Payload, Stage
-from fedstill.wire.codec import decode, encode
+from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
 NOISED = "noised"
 """The file that names the stages which were answered with noise."""
@@ -47,7 +47,7 @@ class Desk:
             data = path.read_bytes()
             if digest(data) != version[1]:
                 raise BadPayload("its SHA-256 is not the one that counts")
-            return decode(data)
+            return decode(data, entries=OWN_ENTRIES)
         except (OSError, BadPayload) as error:
             raise CorruptFile(f"the memory that counts, {version[0]}, cannot be used at this site: {error}") from error
 
@@ -55,7 +55,7 @@ class Desk:
         """The answer already given to the same request, if it is still here and whole."""
         path = self.place / _reply(request.stage)
         try:
-            stored = decode(path.read_bytes())
+            stored = decode(path.read_bytes(), entries=OWN_ENTRIES)
             note = json.loads(str(stored["note"]))
             if note["request"] != request.digest():
                 return None

@@ -18,7 +18,7 @@ from fedstill.errors import BadPayload, CorruptFile
 from fedstill.experiment.run_directory.journal import Mark
 from fedstill.files import digest, make_folder, remove, write_whole
 from fedstill.records import ModelSpec, Payload, State
-from fedstill.wire.codec import decode, encode
+from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
 log = logging.getLogger("fedstill.checkpoint")
 
@@ -155,7 +155,7 @@ class Checkpoints:
         data = _read_whole(path, sha)
         self._sound.add(sha)
         try:
-            return decode(data)
+            return decode(data, entries=OWN_ENTRIES)
         except BadPayload as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
 
