@@ -109,12 +109,13 @@ MAX_REASON = 300
 
 
 def cut_reason(text: str) -> str:
-    """A reason on one line, cut to its first 300 characters.
+    """A reason on one line of text that can be shown anywhere, cut to its first 300 characters.
 
-    >>> len(cut_reason("no " * 1000))
-    300
+    >>> cut_reason("it \\n was \\x1b[2J"), len(cut_reason("no " * 1000))
+    ('it was ?[2J', 300)
     """
-    return " ".join(text[: 10 * MAX_REASON].split())[:MAX_REASON]
+    words = " ".join(text[: 10 * MAX_REASON].split())[:MAX_REASON]
+    return "".join(c if c.isprintable() else "?" for c in words)
 
 
 def on_one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from test_flower_own_data import CLIENTS, simulated, sites
 import fedstill
 import toys
 from fedstill.engines.flower.client_app import client_app
-from fedstill.engines.flower.loopback import LoopbackGrid
+from fedstill.engines.flower.loopback import LoopbackGrid, parsed, serialised
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
@@ -22,7 +23,7 @@ from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site import Clerk, Site
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.keys import generator, seed_for
 from fedstill.records import Payload, Stage
@@ -172,8 +173,6 @@ def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_
 def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[Site], tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
-    from fedstill.engines.flower.loopback import parsed, serialised
-
     class Losing(LoopbackGrid):
         """Every node's first reply in a stage is lost, when it has left the node."""
 
@@ -198,6 +197,38 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[S
         assert [a.data for a in left.values()] == [a.data for a in right.values()]
     told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
     assert told == [[Privacy(**PRIVACY).epsilon(toys.PUBLIC, k)] * CLIENTS for k in (1, 2)]
+
+
+def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was_drawn(
+    there: list[Site], tmp_path: Path
+) -> None:
+    class Killed(LoopbackGrid):
+        """The server ends when the last node has answered in round 2."""
+
+        def deliver(self, node: int, data: bytes) -> bytes | None:
+            reply, message = super().deliver(node, data), parsed(data)
+            if message.metadata.message_type == "train.stage":
+                stage = json.loads(message.content.config_records["header"]["json"])["stage"]
+                answered.append((stage[0], stage[1]))
+                if answered.count((2, 0)) == CLIENTS:
+                    raise KeyboardInterrupt
+            return reply
+
+    answered: list[tuple[int, int]] = []
+    clerks = {s.client: at(s, tmp_path / str(s.client)) for s in there}
+    app = client_app(lambda c: (c.node_config["partition-id"], clerks[c.node_config["partition-id"]]), 1 << 30)
+    experiment = replace(setting(**PRIVACY), engine="flower", flower=dict(SITES))
+    with pytest.raises(KeyboardInterrupt):
+        run(experiment, tmp_path / "run", toys.blobs(), grid=Killed(app, range(CLIENTS)))
+    kept = {p: p.read_bytes() for p in tmp_path.rglob("0000002-0000000.reply")}
+    assert len(kept) == CLIENTS
+    resume(tmp_path / "run", toys.blobs(), grid=LoopbackGrid(app, range(CLIENTS)))
+    assert {p: p.read_bytes() for p in kept} == kept, "no site worked again"
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert not [e for e in events if "refused" in e and "client" in e]
+    assert [e for e in events if e["event"] == "round"][-1]["privacy"]["epsilon"] == [
+        Privacy(**PRIVACY).epsilon(toys.PUBLIC, 2)
+    ] * CLIENTS
 
 
 def test_secret_draws_are_normal_and_come_from_the_operating_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
 from fedstill.origin import reason
 from fedstill.records import SERVER, Examples, Stage, Tensors, View
-from fedstill.wire.reports import ENGINE, OWN
+from fedstill.wire.reports import ENGINE, OWN, PROBE
 
 
 @dataclass(frozen=True)
@@ -117,4 +117,5 @@ class ClientMeasures:
         reserved |= {f"seconds_{name}" for name in self.named}
         if both := sorted(metrics.get(OWN, {}).keys() & reserved):
             return f"its method's report {both[0][:40]!r} is not a method's to give"
-        return ""
+        probe = metrics.get(OWN, {}).get(PROBE, [0] * classes)
+        return "" if len(probe) == classes else f"its report {PROBE!r} has {len(probe)} numbers for {classes} classes"

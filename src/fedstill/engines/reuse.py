@@ -30,6 +30,7 @@ from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, make_folder, write_whole
 from fedstill.records import Payload, Plan, Reply, Stage, View
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
+from fedstill.wire.reports import OWN
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.reuse")
@@ -159,5 +160,9 @@ def _read(path: Path) -> Reply | None:
 
 
 def _not_now(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    times = {k: 0.0 for k in metrics if k.startswith("seconds")}
-    return {**metrics, **times, "seconds_reused": metrics.get("seconds", 0.0)}
+    own = {OWN: _without_time(metrics[OWN])} if OWN in metrics else {}
+    return {**_without_time(metrics), **own, "seconds_reused": metrics.get("seconds", 0.0)}
+
+
+def _without_time(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: 0.0 if k.startswith("seconds") else v for k, v in fields.items()}

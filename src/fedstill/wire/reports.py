@@ -17,6 +17,7 @@ MAX_COUNT = 2**53
 MAX_SECONDS = 1e9
 MAX_WORD = 300
 MAX_FIELD = 64
+MAX_LIST = 10_000
 MAX_REPORT = 1 << 17
 """The most characters of a method's own report, as JSON."""
 
@@ -55,11 +56,12 @@ def _name(value: Any) -> bool:
 
 
 def _losses(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(_name(k) and _number_or_none(v) for k, v in value.items())
+    named = isinstance(value, Mapping) and len(value) <= MAX_LIST
+    return named and all(_name(k) and _number_or_none(v) for k, v in value.items())
 
 
 def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, (list, tuple)) and all(check(v) for v in value)
+    return lambda value: isinstance(value, (list, tuple)) and len(value) <= MAX_LIST and all(check(v) for v in value)
 
 
 counts = _list_of(is_count)
@@ -84,6 +86,9 @@ COUNTED: Mapping[str, Callable[[Any], bool]] = {
     "correct_by_epoch": _list_of(counts),
 }
 """Fields of measures that more than the measure reads."""
+
+PROBE = "probe"
+"""The field of the stage ``fit`` that readers draw: a number for each class."""
 
 
 def wrong_report(metrics: Mapping[str, Any]) -> str:
@@ -119,7 +124,8 @@ def _wrong_field(name: Any, value: Any) -> str:
 
 
 def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
-    check = ENGINE.get(name) or COUNTED.get(name) or (_seconds if name.startswith("seconds") else None)
+    check = ENGINE.get(name) or COUNTED.get(name)
+    check = check or (_seconds if name.startswith("seconds") else _list_of(is_number) if name == PROBE else None)
     return check(value) if check else _plain(value, depth, word)
 
 
@@ -129,7 +135,9 @@ def _plain(value: Any, depth: int, word: int) -> bool:
         return depth > 0 and all(_plain(one, depth - 1, word) for pair in value.items() for one in pair)
     if isinstance(value, (list, tuple)):
         return depth > 0 and all(_plain(v, depth - 1, word) for v in value)
-    return isinstance(value, bool) or _number_or_none(value) or (isinstance(value, str) and len(value) <= word)
+    if isinstance(value, str):
+        return len(value) <= word and not any("\ud800" <= c <= "\udfff" for c in value)  # which no file can hold
+    return isinstance(value, bool) or _number_or_none(value)
 
 
 def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:

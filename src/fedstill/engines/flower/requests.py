@@ -166,4 +166,6 @@ def _version(value: Any) -> Version | None:
     name, sha = value
     if len(name) > 200 or not set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-.") or name.startswith("."):
         raise BadPayload(f"memory has a strange name, {name[:40]!r}")
+    if len(sha) > 64 or not sha.isalnum():
+        raise BadPayload("memory has no SHA-256")
     return name, sha

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,8 @@ from fedstill.origin import reason
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.reports import event_fields
 from fedstill.wire.screen import Refusal
+
+log = logging.getLogger("fedstill.measuring")
 
 Accuracies = Sequence[Any]
 """One number in [0, 1] for each class, None for a class without test images."""
@@ -186,8 +189,17 @@ class Measuring:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _of_round(self, reports: Reports) -> dict[str, Any]:
-        """What the measures make of the clients' reports."""
-        return {k: v for measure in self.measures.values() for k, v in measure.of_round(reports).items()}
+        """What the measures make of the clients' reports; on Flower no client's report may end the run."""
+        made: dict[str, Any] = {}
+        for name, measure in self.measures.items():
+            try:
+                made |= measure.of_round(reports)
+            except Exception as error:
+                said = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
+                if self.prepared.settings.engine != "flower":
+                    raise FedstillError(said) from error
+                log.warning("%s", said)
+        return made
 
     def _room(self) -> Room | None:
         sites = self.prepared.sites
