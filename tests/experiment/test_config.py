@@ -80,6 +80,17 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
     assert origins["clients.norm_limit"] == origins["plan.train.momentum"] == "default"
 
 
+def test_the_most_examples_are_written_only_where_they_are_said(tmp_path: Path) -> None:
+    """Configs of before have no such key, and must resolve to their own bytes."""
+    assert "max_examples" not in settled(FULL, tmp_path).toml
+    assert settled(FULL, tmp_path).rules.max_examples == 10**7
+    said = settled(FULL, tmp_path, "clients.max_examples=500")
+    assert said.rules.max_examples == said.tree["clients"]["max_examples"] == 500
+    assert settle(from_tree(said.tree, {}, None)).toml == said.toml
+    with pytest.raises(ConfigError, match=r"clients\.max_examples = 0"):
+        settled(FULL, tmp_path, "clients.max_examples=0")
+
+
 @pytest.mark.parametrize("name", ["fedprox", "fedavg"])
 def test_a_table_may_be_replaced_by_a_name(name: str, tmp_path: Path) -> None:
     assert settled(FULL, tmp_path, f"method={name}").named.method.name == name

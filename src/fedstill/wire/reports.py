@@ -17,7 +17,8 @@ MAX_COUNT = 2**53
 MAX_SECONDS = 1e9
 MAX_WORD = 300
 MAX_FIELD = 64
-MAX_LIST = 10_000
+MAX_NAMES = 10_000
+MAX_NUMBERS = 1 << 17
 MAX_REPORT = 1 << 17
 """The most characters of a method's own report, as JSON."""
 
@@ -56,12 +57,12 @@ def _name(value: Any) -> bool:
 
 
 def _losses(value: Any) -> bool:
-    named = isinstance(value, Mapping) and len(value) <= MAX_LIST
+    named = isinstance(value, Mapping) and len(value) <= MAX_NAMES
     return named and all(_name(k) and _number_or_none(v) for k, v in value.items())
 
 
-def _list_of(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, (list, tuple)) and len(value) <= MAX_LIST and all(check(v) for v in value)
+def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and len(value) <= most and all(check(v) for v in value)
 
 
 counts = _list_of(is_count)
@@ -71,7 +72,7 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "steps": is_count,
     "epochs": is_count,
     "scores": _list_of(_number_or_none),
-    "teachers": _list_of(lambda v: is_count(v) or _name(v)),
+    "teachers": _list_of(lambda v: is_count(v) or _name(v), MAX_NAMES),
     "seconds": _seconds,
     "seconds_training": _seconds,
     "seconds_measuring": _seconds,
@@ -155,7 +156,7 @@ def event_fields(metrics: Mapping[str, Any]) -> dict[str, Any]:
 def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list[str]]:
     """A client's event of an old journal without what is malformed in it, and the names of what was left out.
 
-    Versions before 0.2 wrote reports that no version writes now, and could not go on with them.
+    Before reports were checked, a client could write anything there, and the run could not go on.
     """
     bad = {k for k, v in event.items() if k not in TAKEN and not _heals(k, v, classes)}
     if bad & COUNTED.keys():  # they are read together
