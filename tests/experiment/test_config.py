@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fedstill.errors import ConfigError
 from fedstill.experiment import explain
 from fedstill.experiment.config.experiment import Experiment, from_tree, load
 from fedstill.experiment.config.overrides import parse_overrides
