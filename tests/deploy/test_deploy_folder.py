@@ -13,7 +13,7 @@ import pytest
 
 import fedstill
 from fedstill.cli import call
-from fedstill.deploy import certificates, folder, programs
+from fedstill.deploy import certificates, flower_app, folder, programs
 from fedstill.errors import ConfigError, RunExists
 from flowers import needs_flower
 
@@ -173,6 +173,6 @@ SUPERNODES = 2
 
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
     ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
-    folder.write_app(written, SUPERNODES, fedstill.__version__)
+    flower_app.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.deploy.programs import descendants
+from fedstill.deploy.supervising import descendants
 from flowers import needs_flower
 from processes import Deployment, events, experiment, fedstill_, over, same_bits, serial_of, starting
 
