@@ -80,6 +80,23 @@ def admit_command(directory: Path) -> int:
     return 0
 
 
+@deploy.command(name="key")
+def key_command(directory: Path, client: int) -> int:
+    """Make a new key for a client, whose old one was lost or is no longer to be trusted.
+
+    Args:
+        directory: The federation's folder.
+        client: The number of the client.
+    """
+    from fedstill.deploy import folder
+
+    made = folder.rekey(folder.load_federation(directory), client)
+    print(
+        f"{made}: copy client.key to the client's machine, and delete it here. Then: fedstill deploy admit {directory}"
+    )
+    return 0
+
+
 @deploy.command(name="renew")
 def renew_command(directory: Path, *, host: Hosts = ()) -> int:
     """Renew the server's certificate, before or after it expires; then restart the server. Clients need no change.

@@ -119,6 +119,17 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     return federation
 
 
+def rekey(federation: Federation, client: int) -> Path:
+    """Make a client a new key and list it in the place of the old one; the client's folder, made again if it is gone.
+
+    Raises ConfigError for a client that the federation does not have.
+    """
+    if not 0 <= client < federation.clients:
+        raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
+    _make_client(federation, client)
+    return federation.client(client)
+
+
 def load_federation(folder: Path) -> Federation:
     """The federation in a folder; raises ConfigError if there is none."""
     values = _read(folder / "federation.toml", "make one with `fedstill deploy init DIR --clients N`")
@@ -205,10 +216,15 @@ def _make_client(federation: Federation, client: int) -> None:
     folder = federation.client(client)
     make_folder(folder)
     certificates.make_client(folder / "client.key")
-    write_whole(folder / "ca.crt", (federation.server / "ca.crt").read_bytes())
-    write_whole(folder / "site.toml", SITE.format(client=client).encode())
     values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
-    write_whole(folder / "client.toml", tomli_w.dumps(values).encode())
+    files = {
+        "ca.crt": (federation.server / "ca.crt").read_bytes(),
+        "site.toml": SITE.format(client=client).encode(),
+        "client.toml": tomli_w.dumps(values).encode(),
+    }
+    for name, data in files.items():
+        if not (folder / name).exists():
+            write_whole(folder / name, data)
     allowed = federation.server / "allowed" / f"client{client}.pub"
     write_whole(allowed, (folder / "client.key.pub").read_bytes())
 

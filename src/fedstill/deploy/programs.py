@@ -16,7 +16,7 @@ from fedstill.deploy import certificates
 from fedstill.deploy.control import LINK, Control, public_key, when_it_listens
 from fedstill.deploy.folder import Federation, Membership, client_of_key, is_loopback
 from fedstill.engines.flower.messages import QUIET, require_flower
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, DeployFailed
 from fedstill.files import make_folder, write_whole
 
 if TYPE_CHECKING:
@@ -136,5 +136,11 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
             control.unregister(node)
             yield f"{name or node} is no longer let in: its key is not listed"
     for name in wanted.keys() - {n for n, key in there.values() if wanted.get(n) == key}:
-        control.register(name, wanted[name])
+        try:
+            control.register(name, wanted[name])
+        except DeployFailed as error:
+            if "already in use" not in str(error):
+                raise
+            remedy = f"make client {name[6:]} a new one with `fedstill deploy key {federation.folder} {name[6:]}`"
+            raise DeployFailed(f"{name}.pub was revoked once, and the server takes no key twice: {remedy}") from error
         yield f"{name} may connect from now on"
