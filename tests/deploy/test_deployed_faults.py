@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,6 +15,9 @@ from flowers import needs_flower
 from processes import Deployment, events, experiment, fedstill_, over, same_bits, serial_of, starting
 
 pytestmark = [pytest.mark.slow, needs_flower]
+
+FORKS = "multiprocessing.forkserver"
+"""What the process runs from which a task's process is forked."""
 
 STAGE_SECONDS = 150.0
 """The deadline of a stage that one client is to miss: much more than the others need."""
@@ -40,13 +44,14 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment
 
 def works(deployment: Deployment, name: str) -> list[int]:
     """The processes that train for a client, if any."""
+    import psutil
+
     training = []
     for below in descendants(deployment.processes[name].pid):
-        try:
-            command = Path(f"/proc/{below.pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        training += [below.pid] if b"flwr-clientapp" in command else []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            parent = below.parent()
+            forked = parent is not None and FORKS in " ".join(parent.cmdline())
+            training += [below.pid] if forked and below.status() != psutil.STATUS_ZOMBIE else []
     return training
 
 

@@ -88,7 +88,9 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
     text = (here / "client.toml").read_text()
     text = text.replace(theirs.address, address).replace(f"port = {theirs.port}", f"port = {free_port()}")
     (here / "client.toml").write_text(text)
-    return replace(folder.membership(here), port=free_port())
+    member = replace(folder.membership(here), port=free_port())
+    certificates.write_secret(member.door, folder.new_key())
+    return member
 
 
 def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:
