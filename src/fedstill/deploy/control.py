@@ -53,16 +53,20 @@ class Control:
 
     @staticmethod
     def of(federation: Federation) -> Control:
-        """The control over a federation's server, as it was last started; raises DeployFailed if it never was."""
+        """The control over a federation's server, as it was last started.
+
+        Raises DeployFailed if it never was, or if the operator's key is another user's.
+        """
         path = federation.server / "flwr" / "config.toml"
         try:
             link = tomllib.loads(path.read_text())["superlink"][LINK]
             ca = None if link.get("insecure") else Path(link["root-certificates"]).read_bytes()
             return Control(str(link["address"]), ca, federation.key.read_bytes())
+        except PermissionError as error:
+            raise DeployFailed(f"{error.filename} is for the operator, the user who made the federation") from error
         except (OSError, ValueError, KeyError) as error:
-            raise NotListening(
-                f"start the server first: fedstill deploy server {federation.folder} ({error})"
-            ) from error
+            how = f"start the server first: fedstill deploy server {federation.folder}"
+            raise DeployFailed(f"{how} ({error})") from error
 
     def start(self, app: Path, values: Mapping[str, Any]) -> int:
         """Start a run of a Flower app with values for its config; its number."""

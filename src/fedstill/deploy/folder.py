@@ -91,6 +91,7 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
         raise RunExists(f"{folder} is not empty; choose another folder")
     federation = Federation(folder.resolve(), tuple(hosts), listen, port, clients)
     make_folder(federation.server / "allowed")
+    federation.server.chmod(0o700)
     authority = certificates.make_authority(f"fedstill {hosts[0]}")
     certificates.write_authority(federation.folder, authority)
     certificates.write_secret(federation.key, new_key())
@@ -178,6 +179,7 @@ def client_of_key(name: str) -> int | None:
 
 def ensure_key(federation: Federation) -> None:
     """Make the operator's key if there is none: a federation made by an earlier version has none."""
+    federation.server.chmod(0o700)
     if not federation.key.is_file():
         certificates.write_secret(federation.key, new_key())
 
@@ -215,6 +217,7 @@ def _write(federation: Federation) -> None:
 def _make_client(federation: Federation, client: int) -> None:
     folder = federation.client(client)
     make_folder(folder)
+    folder.chmod(0o700)
     certificates.make_client(folder / "client.key")
     values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
     files = {

@@ -66,6 +66,11 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
         raise ConfigError(
             f"{server / 'server.crt'} expired on {until:%Y-%m-%d}; run: fedstill deploy renew {federation.folder}"
         )
+    if (host := federation.local.rpartition(":")[0].strip("[]")) not in certificates.names(server / "server.crt"):
+        raise ConfigError(
+            f"{server / 'server.crt'} does not name {host}, by which programs on this machine reach the server; "
+            f"run: fedstill deploy renew {federation.folder}"
+        )
     if not listed(federation):
         raise ConfigError(f"{server / 'allowed'} lists no client's public key: without one the server does not start")
     return [*command, "--enable-supernode-auth"]

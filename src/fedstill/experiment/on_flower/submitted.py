@@ -34,7 +34,7 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
     federation = load_federation(Path(settings.flower.federation))
     config = settings.toml
     values = {"config": "" if resume else config, "out": str(folder.resolve()), "resume": resume}
-    control = when_it_listens(lambda: Control.of(federation), START)
+    control = Control.of(federation)
     run = when_it_listens(lambda: control.start(federation.app, values), START)
     return _follow(control, run, settings.rounds, folder, watch)
 
