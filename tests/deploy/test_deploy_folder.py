@@ -84,7 +84,7 @@ def test_what_was_never_started_is_said_at_once(tmp_path: Path, capsys: pytest.C
 def test_the_servers_certificate_names_how_its_own_machine_reaches_it(listen: str, local: str, tmp_path: Path) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org",), listen=listen)
     assert federation.local == f"{local}:8443"
-    assert {"fed.example.org", local} <= certificates.names(federation.server / "server.crt")
+    assert {"fed.example.org", local} <= certificates.named_hosts(federation.server / "server.crt")
     programs.superlink(federation, insecure=False)
     certificates.make_server(federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9)
     with pytest.raises(ConfigError, match=f"does not name {local}, .*; run: fedstill deploy renew"):

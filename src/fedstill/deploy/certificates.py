@@ -81,7 +81,7 @@ def last_day(path: Path) -> datetime.datetime:
         raise ConfigError(f"{path} is no certificate: {error}") from error
 
 
-def names(path: Path) -> set[str]:
+def named_hosts(path: Path) -> set[str]:
     """The hosts and addresses that the certificate in a file names."""
     from cryptography import x509
 

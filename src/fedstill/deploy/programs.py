@@ -66,7 +66,7 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
         raise ConfigError(
             f"{server / 'server.crt'} expired on {until:%Y-%m-%d}; run: fedstill deploy renew {federation.folder}"
         )
-    if (host := federation.local.rpartition(":")[0].strip("[]")) not in certificates.names(server / "server.crt"):
+    if (host := federation.local.rpartition(":")[0].strip("[]")) not in certificates.named_hosts(server / "server.crt"):
         raise ConfigError(
             f"{server / 'server.crt'} does not name {host}, by which programs on this machine reach the server; "
             f"run: fedstill deploy renew {federation.folder}"
