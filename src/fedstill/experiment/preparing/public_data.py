@@ -20,6 +20,9 @@ Floats = tuple[float, ...]
 
 TRAIN, NOISE = "train", "noise"
 
+RESIZED_AT_ONCE = 1000
+"""Images, so that not all of them are numbers of four bytes at once."""
+
 
 def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Examples, Examples | None]:
     """(what clients share, the public set), as ``[data] public…`` says. A label that is missing or hidden is -1.
@@ -83,7 +86,7 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
 def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
     """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
-    if place.is_dir() and images_in(place):
+    if images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
@@ -115,6 +118,11 @@ def _unlabelled(images: Tensor) -> Examples:
 
 def _resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Images at another size, bilinear; grey becomes RGB by repetition, RGB grey by its mean."""
+    starts = range(0, max(1, len(images)), RESIZED_AT_ONCE)
+    return torch.cat([_block_resized(images[i : i + RESIZED_AT_ONCE], shape) for i in starts])
+
+
+def _block_resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     channels, height, width = shape
     out = images.float()
     if out.shape[1] != channels:
