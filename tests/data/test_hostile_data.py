@@ -294,6 +294,23 @@ def test_a_bomb_in_one_member_or_in_several(tmp_path: Path, monkeypatch: pytest.
         refused(r"a\.npz has 7.\d kB and says that it holds 6.0 MB, over 200 times as much", several.parent)
 
 
+def test_an_npz_that_is_changed_anywhere_ends_in_one_line(tmp_path: Path) -> None:
+    path, draw, said = tmp_path / "mine/a.npz", np.random.default_rng(0), []
+    archive(path)
+    whole = path.read_bytes()
+    for _ in range(150):
+        data = bytearray(whole[: draw.integers(1, len(whole))] if draw.random() < 0.2 else whole)
+        for at in draw.integers(0, len(data), 4):
+            data[at] = draw.integers(0, 256)
+        path.write_bytes(data)
+        try:
+            load_dataset(str(path.parent))
+        except DataError as error:
+            said.append(str(error))
+    assert len(said) > 50
+    assert not [text for text in said if "\n" in text]
+
+
 @pytest.mark.parametrize("how", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
 def test_other_ways_of_packing_unpack_too_much_at_a_time(how: int, tmp_path: Path) -> None:
     place = lying(tmp_path / "mine/a.npz", header("(10, 4, 4)") + bytes(160), compression=how)
@@ -415,18 +432,25 @@ def test_a_path_of_the_hub_is_read_from_the_same_data_set_only() -> None:
 
 
 def test_one_value_in_all_rows_is_held_once(tmp_path: Path) -> None:
-    """A dictionary: the file is small, and all rows of it at once would be 300 MB."""
+    """A dictionary: the file is small, and all rows of it at once would be 200 MB."""
     image = encoded() + bytes(MEGABYTE)
     options = {"compression": "zstd", "dictionary_pagesize_limit": 10 * MEGABYTE, "use_dictionary": True}
-    place = table(tmp_path / "mine/train-0.parquet", [image] * 300, [0, 1] * 150, **options)
+    place = table(tmp_path / "mine/train-0.parquet", [image] * 200, [0, 1] * 100, **options)
     assert (place / "train-0.parquet").stat().st_size < 100_000
     usual, counting = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(counting)
     try:
-        assert len(load_dataset(str(place)).train) == 240
+        assert len(load_dataset(str(place)).train) == 160
     finally:
         pa.set_memory_pool(usual)
     assert 0 < counting.max_memory() < 32 * MEGABYTE
+
+
+def test_one_value_in_all_rows_is_not_decoded_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "FREE", 3 * MEGABYTE)
+    image, options = encoded() + bytes(50_000), {"compression": "zstd", "use_dictionary": True}
+    place = table(tmp_path / "mine/train-0.parquet", [image] * 1000, [0, 1] * 500, **options)
+    refused(r"train-0\.parquet has \S+ kB and says that it holds 3.0 MB, over 200 times as much", place)
 
 
 def test_columns_that_unpack_to_too_much_are_refused_from_the_metadata(

@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 import toys
+from fedstill.data.sources import limits
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing import public_data
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
@@ -72,6 +74,26 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
     with pytest.raises(DataError, match=r"100.png is 4×4 grey, the first 9×9 grey; set data.public_resize = true"):
         public(public_from=str(tmp_path / "mixed"))
     assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
+
+
+def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = images(tmp_path / "mine", count=40, side=1)
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 41 * 4 * 4)
+    monkeypatch.setattr(limits, "EXAMPLE_BYTES", 0)
+    monkeypatch.setattr("fedstill.data.sources.pictures.EXAMPLE_BYTES", 0)
+    assert len(public(public_from=str(folder), public_resize=True)) == 40
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 39 * 4 * 4)
+    with pytest.raises(DataError, match=r"says that it holds 640 bytes, .* at most 624 bytes"):
+        public(public_from=str(folder), public_resize=True)
+
+
+def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.randint(0, 256, (12, 3, 9, 7), dtype=torch.uint8)
+    whole = public_data._resized(draw, (1, 4, 4))
+    monkeypatch.setattr(public_data, "RESIZED_AT_ONCE", 5)
+    assert torch.equal(public_data._resized(draw, (1, 4, 4)), whole)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:

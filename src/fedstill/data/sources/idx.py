@@ -36,6 +36,8 @@ def _split(folder: Path, prefix: str) -> Arrays:
 def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each), the data."""
     with in_one_line(path):
+        if not path.is_file():
+            raise DataError(f"{path} is absent; the four IDX files belong in one folder")
         try:
             with gzip.open(path) as file:
                 head = file.read(4 + 4 * dimensions)
@@ -46,8 +48,6 @@ def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
                     data = file.read(count + 1)
                     if len(data) == count:
                         return np.frombuffer(data, dtype=np.uint8).reshape(shape)
-        except FileNotFoundError:
-            raise DataError(f"{path} is absent; the four IDX files belong in one folder") from None
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise DataError(f"{path} is damaged ({error}); download it again") from error
     raise DataError(f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it again")

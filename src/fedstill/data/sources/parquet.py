@@ -92,17 +92,19 @@ def _claims(path: Path) -> pq.FileMetaData:
 
 def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     """The rows of one file, one after another."""
-    about, schema = _claims(path), pq.read_schema(path)
+    about, schema, stored = _claims(path), pq.read_schema(path), path.stat().st_size
     wanted = [*_image_columns(path, schema, image), _label_column(path, schema, label)]
     _refuse_claims(path, about, wanted)
     kind = schema.field(image).type
     key = "" if pa.types.is_struct(kind) else "bytes" if _is_binary(kind) else "path"
-    seen = 0
+    seen = unpacked = 0
     with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted, use_threads=False):
             for cell, value in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
-                yield {key: cell} if key and cell is not None else cell, value
-                seen += 1
+                cell = {key: cell} if key and cell is not None else cell
+                seen, unpacked = seen + 1, unpacked + len((cell or {}).get("bytes") or b"")
+                refuse_ratio(path, unpacked, stored)
+                yield cell, value
     if seen != about.num_rows:
         raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and holds {seen:,}; write it again")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
+from fedstill.data.sources.limits import refuse_large
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
@@ -93,6 +95,7 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
         other = load_dataset(source, folder=folder or None)
         public, theirs = other.train, len(other.classes)
     if data.public_resize:
+        refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
         public = Examples(_resized(public.images, shape), public.labels)
     if tuple(public.images.shape[1:]) != shape:
         raise DataError(
