@@ -17,7 +17,7 @@ from typing import Any
 import fedstill
 from fedstill.deploy import folder
 from fedstill.deploy.folder import Federation
-from fedstill.deploy.programs import descendants
+from fedstill.deploy.supervising import descendants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.config.settle import settle

@@ -59,8 +59,9 @@ class Method:
     ...         return {**super().terms(step, carry), "near": proximal(step.params, carry["start"], self.mu)}
     >>> grey, light = torch.arange(256, dtype=torch.uint8).reshape(256, 1, 1, 1), torch.arange(256) // 128
     >>> data = from_tensors("grey", train=(grey, light), test=(grey, light))
-    >>> ready = prepare(settle(fedstill.Experiment(model="logistic", partition="iid", topology={"clients": 4})), data)
-    >>> near, world, engine, topology = Near(), ready.world, ready.engine(serial=True), ready.settings.topology
+    >>> what = fedstill.Experiment(model="logistic", partition="iid", topology={"clients": 4}, engine="serial")
+    >>> ready = prepare(settle(what), data)
+    >>> near, world, engine, topology = Near(), ready.world, ready.engine(), ready.settings.topology
     >>> state = near.setup(world)
     >>> while state.round <= 3:
     ...     stages = topology(state.round, world)

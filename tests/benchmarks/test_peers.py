@@ -105,7 +105,9 @@ def test_nothing_that_a_contestant_started_goes_on(tmp_path, does, failure):
         timeout=120,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])},
     )
-    assert done.stdout.strip() == f"{failure};0;True", done.stderr
+    why, left, measured = done.stdout.strip().split(";")
+    assert (why, left) == (failure, "0"), done.stderr
+    assert measured == "True" or does == LEAVES, "one that ends at once may have ended before its memory is looked at"
 
 
 def test_the_reason_of_a_failure_is_the_first_error_named(tmp_path):

@@ -10,8 +10,10 @@ import torch
 from PIL import Image
 
 import toys
+from fedstill.data.sources import limits
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing import public_data
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.records import Examples
@@ -69,15 +71,35 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
     images(tmp_path / "mixed", count=3, side=9)
     images(tmp_path / "mixed" / "more", count=1)
     (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
-    with pytest.raises(DataError, match=r"100.png has shape \(1, 4, 4\), the first image of the folder \(1, 9, 9\)"):
+    with pytest.raises(DataError, match=r"100.png is 4×4 grey, the first 9×9 grey; set data.public_resize = true"):
         public(public_from=str(tmp_path / "mixed"))
     assert len(public(public_from=str(tmp_path / "mixed"), public_resize=True)) == 4
+
+
+def test_images_that_would_be_too_many_when_they_are_resized_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = images(tmp_path / "mine", count=40, side=1)
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 41 * 4 * 4)
+    monkeypatch.setattr(limits, "EXAMPLE_BYTES", 0)
+    monkeypatch.setattr("fedstill.data.sources.pictures.EXAMPLE_BYTES", 0)
+    assert len(public(public_from=str(folder), public_resize=True)) == 40
+    monkeypatch.setattr(limits, "memory_bytes", lambda: 3 * 39 * 4 * 4)
+    with pytest.raises(DataError, match=r"says that it holds 640 bytes, .* at most 624 bytes"):
+        public(public_from=str(folder), public_resize=True)
+
+
+def test_images_are_resized_the_same_however_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.randint(0, 256, (12, 3, 9, 7), dtype=torch.uint8)
+    whole = public_data._resized(draw, (1, 4, 4))
+    monkeypatch.setattr(public_data, "RESIZED_AT_ONCE", 5)
+    assert torch.equal(public_data._resized(draw, (1, 4, 4)), whole)
 
 
 def test_a_file_that_is_no_image_is_named(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     (folder / "004.png").write_bytes(b"not a picture")
-    with pytest.raises(DataError, match="example 4 cannot be decoded as an image"):
+    with pytest.raises(DataError, match=r"004\.png cannot be decoded as an image"):
         public(public_from=str(folder))
 
 
@@ -97,6 +119,7 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
         ({"public_from": "digits", "public_resize": True, "public_labels": False, "public": 9999}, "more than the 1"),
         ({"public": 300}, "leaves nothing"),
         ({"public_from": "nowhere"}, "nowhere"),
+        ({"public_from": "/"}, "/ is the root of a file system, not the folder of a data set; "),
     ],
 )
 def test_too_many_or_none_are_refused(data: dict[str, object], says: str) -> None:

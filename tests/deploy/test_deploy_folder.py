@@ -13,7 +13,7 @@ import pytest
 
 import fedstill
 from fedstill.cli import call
-from fedstill.deploy import certificates, folder, programs
+from fedstill.deploy import certificates, flower_app, folder, programs
 from fedstill.errors import ConfigError, RunExists
 from flowers import needs_flower
 
@@ -43,6 +43,52 @@ def test_secrets_are_their_owners_alone_and_leave_with_nobody_else(tmp_path: Pat
     assert {stat.S_IMODE(p.stat().st_mode) for p in secrets} == {0o600}
     theirs = sorted(p.name for p in federation.client(0).iterdir())
     assert theirs == ["ca.crt", "client.key", "client.key.pub", "client.toml", "site.toml"]
+
+
+def test_only_the_operator_reads_the_folders_with_secrets(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    folders = [federation.server, federation.client(0), federation.client(1)]
+    assert {stat.S_IMODE(p.stat().st_mode) for p in folders} == {0o700}
+    assert stat.S_IMODE(federation.key.stat().st_mode) == 0o600
+    assert len(federation.key.read_bytes()) >= 43
+    assert made(tmp_path / "other").key.read_bytes() != federation.key.read_bytes()
+
+
+def test_a_federation_of_an_earlier_version_gets_a_key_and_keeps_it(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    federation.key.unlink()
+    folder.ensure_key(federation)
+    key = federation.key.read_bytes()
+    folder.ensure_key(federation)
+    assert (len(key), federation.key.read_bytes()) == (43, key)
+
+
+def test_a_client_gets_a_new_key_and_keeps_its_settings(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    site = federation.client(1) / "site.toml"
+    site.write_text("client = 1\nmemory = 'elsewhere'\n")
+    before = (federation.server / "allowed/client1.pub").read_bytes()
+    assert call(["deploy", "key", str(tmp_path / "fed"), "1"]) == 0
+    assert (federation.server / "allowed/client1.pub").read_bytes() != before
+    assert site.read_text().endswith("'elsewhere'\n")
+    assert call(["deploy", "key", str(tmp_path / "fed"), "2"]) == 2
+
+
+def test_what_was_never_started_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made(tmp_path / "fed")
+    assert call(["deploy", "admit", str(tmp_path / "fed")]) == 1
+    assert f"start the server first: fedstill deploy server {tmp_path / 'fed'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("listen", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("10.0.0.5", "10.0.0.5")])
+def test_the_servers_certificate_names_how_its_own_machine_reaches_it(listen: str, local: str, tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", hosts=("fed.example.org",), listen=listen)
+    assert federation.local == f"{local}:8443"
+    assert {"fed.example.org", local} <= certificates.named_hosts(federation.server / "server.crt")
+    programs.superlink(federation, insecure=False)
+    certificates.make_server(federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9)
+    with pytest.raises(ConfigError, match=f"does not name {local}, .*; run: fedstill deploy renew"):
+        programs.superlink(federation, insecure=False)
 
 
 def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path: Path) -> None:
@@ -173,6 +219,6 @@ SUPERNODES = 2
 
 def test_the_app_in_this_repository_is_what_init_writes(tmp_path: Path) -> None:
     ours, written = Path(__file__).parents[2] / "deploy" / "flower-app", tmp_path / "flower-app"
-    folder.write_app(written, SUPERNODES, fedstill.__version__)
+    flower_app.write_app(written, SUPERNODES, fedstill.__version__)
     for path in (p.relative_to(written) for p in written.rglob("*") if p.is_file()):
         assert (ours / path).read_text() == (written / path).read_text(), f"write {path} anew"

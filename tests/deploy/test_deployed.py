@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.deploy import programs
+from fedstill.deploy.control import Control
 from fedstill.experiment.run_directory.journal import read_journal
 from flowers import needs_flower
 from processes import Deployment, events, experiment, over, same_bits, serial_of
@@ -43,10 +43,11 @@ def test_over_the_deployment_the_bits_are_the_serial_engines(
     print(f"\n{topology} {method}: same bits; {time.monotonic() - began:.1f} s in all; s a round: {', '.join(rounds)}")
 
 
-def test_flower_runs_the_app_by_itself(three: Deployment, tmp_path: Path) -> None:
-    """As ``flwr run .`` does: with the trial that the app's own pyproject.toml holds."""
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own, in packing an app
+def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
+    """With the trial that the app's own pyproject.toml holds."""
     out = tmp_path / "run"
-    programs.flwr(three.federation, "run", str(three.federation.app), programs.LINK, "--run-config", f'out="{out}"')
+    Control.of(three.federation).start(three.federation.app, {"out": str(out)})
     three.until(lambda: (out / "summary.json").is_file(), "the app to end")
     assert len([e for e in events(out) if e["event"] == "round"]) == 2
-    print("\nflwr run: the trial of the app's own pyproject.toml, two rounds")
+    print("\nthe app by itself: the trial of the app's own pyproject.toml, two rounds")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstill.deploy import certificates, folder, programs
+from fedstill.deploy import certificates, folder, programs, supervising
 from fedstill.deploy.folder import Federation, Membership
 from flowers import needs_flower
 from processes import Deployment, fedstill_, fedstill_command, free_port
@@ -62,7 +62,7 @@ def tried(three: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def spoken(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (
         log.open("wb") as file,
-        programs.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
+        supervising.running(command, programs.environment(log.parent), stdout=file, stderr=file) as p,
     ):
         yield p
 
@@ -88,7 +88,9 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
     text = (here / "client.toml").read_text()
     text = text.replace(theirs.address, address).replace(f"port = {theirs.port}", f"port = {free_port()}")
     (here / "client.toml").write_text(text)
-    return replace(folder.membership(here), port=free_port())
+    member = replace(folder.membership(here), port=free_port())
+    certificates.write_secret(member.door, folder.new_key())
+    return member
 
 
 def listening(other: Federation, days: int, host: str, stack: contextlib.ExitStack) -> None:
@@ -96,7 +98,7 @@ def listening(other: Federation, days: int, host: str, stack: contextlib.ExitSta
     command = programs.superlink(other, False)
     certificates.make_server(other.server, certificates.authority_of(other.folder), [host], days)
     process = stack.enter_context(spoken(command, other.server / "log"))
-    programs.wait_for_port(other, process, 600)
+    supervising.wait_for_port(other, process, 600)
 
 
 @pytest.mark.parametrize("what", SAYS)

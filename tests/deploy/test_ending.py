@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy.programs import descendants, running
+from fedstill.deploy.supervising import descendants, running
 
 psutil = pytest.importorskip("psutil")
 

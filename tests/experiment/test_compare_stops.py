@@ -37,6 +37,38 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_of_two_comparisons_in_one_folder_the_second_says_who_works_there(tmp_path: Path) -> None:
+    (tmp_path / "short.toml").write_text(CONFIG.replace("100000", "25"))
+    words = [
+        "compare",
+        "short.toml",
+        "--methods",
+        "fedavg,fedprox",
+        "--seeds",
+        "1,2",
+        "--out",
+        "all",
+        "-q",
+        "--jobs",
+        "1",
+    ]
+    command = [sys.executable, "-m", "fedstill", *words]
+    first = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
+    _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
+    second = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert first.poll() is None, "the first was still at work"
+    assert second.returncode == 2
+    assert second.stderr.startswith(f"fedstill: all is being written by another process, {first.pid} on ")
+    assert second.stderr.count("\n") == 1
+    _, said = first.communicate(timeout=300)
+    assert (first.returncode, said) == (0, "")
+    assert len(list(tmp_path.glob("all/*/*/summary.json"))) == 4
+    third = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert third.returncode == 0, "a finished comparison may be asked for again"
+
+
 def _alive(group: int) -> bool:
     try:
         os.killpg(group, 0)

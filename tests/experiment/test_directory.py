@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,17 @@ from pathlib import Path
 import pytest
 
 import toys
+from fedstill.cli.comparisons import carry_out
 from fedstill.errors import ConfigError, CorruptFile, RunBusy, RunExists
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.comparing.variants import variants
+from fedstill.experiment.config.experiment import Experiment, load
 from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.run_directory.claim import claimed
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running import provenance
 from fedstill.experiment.running.runner import resume, run
+from fedstill.report.page import write_page
+from fedstill.report.runs import read_run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 
@@ -131,6 +139,56 @@ def test_a_directory_that_another_process_writes_is_busy(whole: Whole, tmp_path:
     assert_same_bits(bits(folder), whole("parallel"))
 
 
+HOLDING = """
+import sys
+from pathlib import Path
+from fedstill.experiment.run_directory.claim import claimed
+with claimed(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_who_writes_in_a_folder_is_said_to_who_is_refused(tmp_path: Path) -> None:
+    """Two comparisons in one folder: the second says which process it is, and touches nothing."""
+    config, out = tmp_path / "short.toml", tmp_path / "all"
+    config.write_text("rounds = 1\n")
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDING, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "held\n"
+    before = {p: p.read_bytes() for p in out.rglob("*")}
+    runs = variants(load(config), out, ("fedavg", "fedprox"))
+    who = rf"all is being written by another process, {other.pid} on {socket.gethostname()} since 2\d+-\d\d-\d\d "
+    with pytest.raises(RunBusy, match=who):
+        carry_out(runs, out, 1, quiet=True)
+    assert {p: p.read_bytes() for p in out.rglob("*")} == before
+    other.communicate()
+    assert not (out / "holder.json").exists()
+    with claimed(out):
+        assert (out / "holder.json").exists()
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"[]", b'{"process": "x"}', b"\xff", b"[" * 9999])
+def test_a_holder_that_cannot_be_read_is_left_out(said: bytes, tmp_path: Path) -> None:
+    with claimed(tmp_path):
+        (tmp_path / "holder.json").write_bytes(said)
+        with pytest.raises(RunBusy, match="by another process; wait for it"), claimed(tmp_path):
+            pass
+
+
+def test_the_folder_of_a_comparison_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunExists, match="file is a file"), claimed(tmp_path / "file"):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"cannot make the folder .*below: Not a directory"),
+        claimed(tmp_path / "file/below"),
+    ):
+        pass
+
+
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -184,3 +242,39 @@ def test_a_users_method_whose_file_has_changed_is_refused_and_one_that_has_not_g
     (tmp_path / "mine.py").write_text(MINE)
     resume(tmp_path / "run", data=toys.blobs())
     assert_same_bits(bits(tmp_path / "run"), bits(tmp_path / "whole"))
+
+
+def test_a_resume_with_other_versions_is_said_and_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
+    here = provenance.software()
+    with monkeypatch.context() as later:
+        later.setattr(provenance, "software", lambda: {**here, "torch": "9.0", "fedstill": "8.0"})
+        with pytest.raises(Interrupted):
+            resume(folder, toys.blobs(), StopAfter(1))
+        (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.resume")
+        assert f"was run with fedstill {here['fedstill']}, torch {here['torch']} and goes on with fedstill 8.0" in line
+        caplog.clear()
+        with pytest.raises(Interrupted):
+            resume(folder, toys.blobs(), StopAfter(1))
+        assert not caplog.records, "it was said"
+    resume(folder, toys.blobs())
+    assert "torch 9.0 and goes on with fedstill" in caplog.text
+    noted = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "resumed"]
+    was = {name: here[name] for name in ("fedstill", "torch")}
+    assert [e["before"] for e in noted] == [was, {"fedstill": "8.0", "torch": "9.0"}]
+    assert [e["versions"] for e in noted] == [{"fedstill": "8.0", "torch": "9.0"}, was]
+    assert [e["round"] for e in noted] == sorted(e["round"] for e in noted)
+    assert read_run(folder).versions("torch") == [here["torch"], "9.0", here["torch"]]
+    page = write_page([folder], tmp_path / "report.html").read_text()
+    assert f"torch {', '.join(sorted({here['torch'], '9.0'}))}" in page
+
+
+def test_a_resume_with_the_same_versions_notes_nothing(
+    whole: Whole, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    resume(folder, toys.blobs())
+    assert "goes on with" not in caplog.text
+    assert_same_bits(bits(folder), whole("parallel"))

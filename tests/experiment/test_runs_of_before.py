@@ -17,6 +17,7 @@ import toys
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.provenance import software
 from fedstill.experiment.running.runner import resume
 
 BEFORE = Path(__file__).parent / "begun_before"
@@ -39,6 +40,10 @@ def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) ->
     assert after[: len(events)] == events, "what was journaled stays, times too"
     assert [e["round"] for e in done.history] == list(range(1, tomllib.loads(config.decode())["rounds"] + 1))
     assert not [e for e in after if e["event"] == "client" and "refused" in e]
+    was, now = events[0]["torch"], software()["torch"]
+    noted = [e for e in after if e["event"] == "resumed"]
+    assert all("numpy" not in e["versions"] for e in noted), "what version 0.1.0 did not note is not compared"
+    assert [e["versions"]["torch"] for e in noted if "torch" in e["versions"]] == ([now] if was != now else [])
 
 
 def test_a_run_whose_clients_were_stacked_with_other_seeds_goes_on_alone(tmp_path: Path) -> None:

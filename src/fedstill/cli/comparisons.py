@@ -107,29 +107,23 @@ def carry_out(
     debug: bool = False,
     show: bool = True,
 ) -> int:
-    """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report."""
+    """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report.
+
+    Raises RunBusy, before anything is done, if another comparison is under way in the folder.
+    """
     from fedstill.experiment.comparing import compare as compared
     from fedstill.experiment.comparing.variants import with_starts
+    from fedstill.experiment.run_directory.claim import claimed
     from fedstill.report import terminal
 
     rounds = sum(v.settings.rounds for v in with_starts(runs))
-    with terminal.CompareBar(rounds, quiet=quiet) as bar:
-        outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
-    screen = terminal.console()
-    asked = {v.folder for v in runs}
-    begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
-    if begun:
-        from fedstill.report.groups import groups
-        from fedstill.report.page import write_page
-
-        if show:
-            screen.print(terminal.comparison_table(groups(begun)))
-        screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
-        if tensorboard:
-            from fedstill.report.trackers import export_tensorboard
-
-            export_tensorboard(begun, folder / "tensorboard")
-            screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)
+    with claimed(folder):
+        with terminal.CompareBar(rounds, quiet=quiet) as bar:
+            outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
+        asked = {v.folder for v in runs}
+        begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
+        if begun:
+            _present(begun, folder, show=show, tensorboard=tensorboard)
     worst = 0
     for o in outcomes:
         if debug and o.trace:
@@ -139,3 +133,20 @@ def carry_out(
         elif o.state == "waiting":
             worst = max(worst, 1)
     return worst
+
+
+def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bool) -> None:
+    """Print the table of some runs, and write their report."""
+    from fedstill.report import terminal
+    from fedstill.report.groups import groups
+    from fedstill.report.page import write_page
+
+    screen = terminal.console()
+    if show:
+        screen.print(terminal.comparison_table(groups(begun)))
+    screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
+    if tensorboard:
+        from fedstill.report.trackers import export_tensorboard
+
+        export_tensorboard(begun, folder / "tensorboard")
+        screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)

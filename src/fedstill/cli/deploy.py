@@ -50,17 +50,51 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         directory: The federation's folder.
         insecure_for_testing: Without TLS and without the list of keys, on a loopback address only.
     """
-    from fedstill.deploy import folder, programs
+    from fedstill.deploy import folder, programs, supervising
 
     federation = folder.load_federation(directory)
+    folder.ensure_key(federation)
     command = programs.superlink(federation, insecure_for_testing)
     programs.write_link(federation, insecure_for_testing)
-    with programs.running(command, programs.environment(federation.server / "flwr")) as process:
-        programs.wait_for_port(federation, process)
-        for name in [] if insecure_for_testing else programs.register_clients(federation):
-            print(f"{name} may connect from now on", flush=True)
-        print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
-        return process.wait()
+    env = programs.environment(federation.server / "flwr")
+    with supervising.running(command, env) as process:
+        supervising.wait_for_port(federation, process)
+        for line in () if insecure_for_testing else programs.admit(federation):
+            print(line, flush=True)
+        with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env):
+            print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
+            return process.wait()
+
+
+@deploy.command(name="admit")
+def admit_command(directory: Path) -> int:
+    """Read the list of keys again, while the server runs: let in who is new on it, and who is no longer on it no more.
+
+    Args:
+        directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for each client.
+    """
+    from fedstill.deploy import folder, programs
+
+    lines = list(programs.admit(folder.load_federation(directory), seconds=0))
+    print("\n".join(lines or ["nothing has changed"]))
+    return 0
+
+
+@deploy.command(name="key")
+def key_command(directory: Path, client: int) -> int:
+    """Make a new key for a client, whose old one was lost or is no longer to be trusted.
+
+    Args:
+        directory: The federation's folder.
+        client: The number of the client.
+    """
+    from fedstill.deploy import folder
+
+    made = folder.rekey(folder.load_federation(directory), client)
+    print(
+        f"{made}: copy client.key to the client's machine, and delete it here. Then: fedstill deploy admit {directory}"
+    )
+    return 0
 
 
 @deploy.command(name="renew")
@@ -88,11 +122,13 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         wait: How many seconds to go on asking a server that does not list this client's key (yet).
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
-    from fedstill.deploy import folder, greeting, programs
+    from fedstill.deploy import certificates, folder, greeting, programs, supervising
     from fedstill.experiment.on_flower.site import load_site
 
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")
     command = programs.supernode(member, insecure_for_testing)
+    certificates.write_secret(member.door, folder.new_key())
     greeting.greet(member, insecure_for_testing)
-    return programs.keep_running(command, programs.environment(member.folder / "flwr"), wait)
+    env = programs.environment(member.folder / "flwr")
+    return supervising.keep_running(command, programs.tasks_of_client(member), env, wait)

@@ -81,6 +81,15 @@ def last_day(path: Path) -> datetime.datetime:
         raise ConfigError(f"{path} is no certificate: {error}") from error
 
 
+def named_hosts(path: Path) -> set[str]:
+    """The hosts and addresses that the certificate in a file names."""
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    listed = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return {str(one.value) for one in listed}
+
+
 def make_client(path: Path) -> None:
     """Write a client's private key, and its public half beside it as ``.pub``; both as OpenSSH has them."""
     from cryptography.hazmat.primitives import serialization

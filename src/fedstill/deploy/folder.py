@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import re
+import secrets
 import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,10 +15,12 @@ from typing import Any
 import tomli_w
 
 from fedstill.deploy import certificates
+from fedstill.deploy.flower_app import write_app
 from fedstill.errors import ConfigError, RunExists
 from fedstill.files import make_folder, write_whole
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+WILDCARDS = ("0.0.0.0", "::")
 PORT, NODE_PORT = 8443, 9100
 MAX_CLIENTS = 10_000
 
@@ -30,54 +33,6 @@ memory = "memory"        # what the client remembers from round to round; must s
 # public = "/data/public"  # the public set, where a method needs one: a copy of the server's
 # accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
-"""
-
-APP = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "fedstill-app"
-version = "{version}"
-description = "fedstill on Flower: all it does is in the installed library"
-license = "Apache-2.0"
-dependencies = []  # Flower would install them at every run: fedstill[flower] {version} must be on every machine already
-
-[tool.hatch.build.targets.wheel]
-packages = ["fedstill_app"]
-
-[tool.flwr.app]
-publisher = "fedstill"
-
-[tool.flwr.app.components]
-serverapp = "fedstill_app.server_app:app"
-clientapp = "fedstill_app.client_app:app"
-
-[tool.flwr.app.config]
-config = '''
-{config}'''
-out = ""          # the run's directory on the server; empty: one is made under runs/
-resume = false
-"""
-
-SIDE = '''\
-"""The {side} of fedstill."""
-
-from fedstill.experiment.flower_apps import {side} as app
-
-__all__ = ["app"]
-'''
-
-TRIAL = """\
-rounds = 2
-threads = 1
-
-[data]
-name = "digits"
-
-[topology]
-clients = {clients}
 """
 
 
@@ -108,6 +63,17 @@ class Federation:
         """What only the server needs: certificate, key, database, Flower's own settings."""
         return self.folder / "server"
 
+    @property
+    def key(self) -> Path:
+        """The operator's key: who has it may start runs."""
+        return self.server / "operator.key"
+
+    @property
+    def local(self) -> str:
+        """Host and port as programs on the server's own machine reach it."""
+        host = "127.0.0.1" if self.listen in WILDCARDS else self.listen
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
     def client(self, client: int) -> Path:
         """The folder to bring to a client's machine."""
         return self.folder / f"client{client}"
@@ -125,8 +91,10 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
         raise RunExists(f"{folder} is not empty; choose another folder")
     federation = Federation(folder.resolve(), tuple(hosts), listen, port, clients)
     make_folder(federation.server / "allowed")
+    federation.server.chmod(0o700)
     authority = certificates.make_authority(f"fedstill {hosts[0]}")
     certificates.write_authority(federation.folder, authority)
+    certificates.write_secret(federation.key, new_key())
     _certify(federation, authority)
     for client in range(clients):
         _make_client(federation, client)
@@ -150,6 +118,17 @@ def renew(federation: Federation, hosts: Sequence[str]) -> Federation:
     _certify(federation, authority)
     _write(federation)
     return federation
+
+
+def rekey(federation: Federation, client: int) -> Path:
+    """Make a client a new key and list it in the place of the old one; the client's folder, made again if it is gone.
+
+    Raises ConfigError for a client that the federation does not have.
+    """
+    if not 0 <= client < federation.clients:
+        raise ConfigError(f"client {client} must be from 0 to {federation.clients - 1}")
+    _make_client(federation, client)
+    return federation.client(client)
 
 
 def load_federation(folder: Path) -> Federation:
@@ -177,6 +156,11 @@ class Membership:
         """The client's private key."""
         return self.folder / "client.key"
 
+    @property
+    def door(self) -> Path:
+        """The secret between Flower's program here and ours; made anew at each start."""
+        return self.folder / "executor.key"
+
 
 def membership(folder: Path) -> Membership:
     """The membership in a client's folder; raises ConfigError if there is none."""
@@ -187,22 +171,30 @@ def membership(folder: Path) -> Membership:
         raise ConfigError(f"{folder / 'client.toml'} is not one: {error}") from error
 
 
+def client_of_key(name: str) -> int | None:
+    """The client whose key is listed under a name: 3 for "client3"; None for any other name."""
+    match = re.fullmatch(r"client(0|[1-9][0-9]{0,4})", name)
+    return int(match[1]) if match else None
+
+
+def ensure_key(federation: Federation) -> None:
+    """Make the operator's key if there is none: a federation made by an earlier version has none."""
+    federation.server.chmod(0o700)
+    if not federation.key.is_file():
+        certificates.write_secret(federation.key, new_key())
+
+
+def new_key() -> bytes:
+    """A secret that nobody can guess, as text."""
+    return secrets.token_urlsafe(32).encode()
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine by an address that others cannot reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def write_app(folder: Path, clients: int, version: str) -> None:
-    """Write the Flower app: ``flwr run`` in its folder runs a trial; it holds no code but two imports."""
-    make_folder(folder / "fedstill_app")
-    trial = TRIAL.format(clients=clients)
-    write_whole(folder / "pyproject.toml", APP.format(version=version, config=trial).encode())
-    write_whole(folder / "fedstill_app" / "__init__.py", b'"""fedstill as a Flower app."""\n')
-    for side in ("client_app", "server_app"):
-        write_whole(folder / "fedstill_app" / f"{side}.py", SIDE.format(side=side).encode())
 
 
 def _check_hosts(hosts: Sequence[str]) -> None:
@@ -212,7 +204,8 @@ def _check_hosts(hosts: Sequence[str]) -> None:
 
 
 def _certify(federation: Federation, authority: certificates.Authority) -> None:
-    names = dict.fromkeys((*federation.hosts, *(LOOPBACK if is_loopback(federation.listen) else ())))
+    listen = () if federation.listen in WILDCARDS else (federation.listen,)
+    names = dict.fromkeys((*federation.hosts, *listen, *LOOPBACK))  # the last are for programs beside the server
     certificates.make_server(federation.server, authority, list(names))
 
 
@@ -224,11 +217,17 @@ def _write(federation: Federation) -> None:
 def _make_client(federation: Federation, client: int) -> None:
     folder = federation.client(client)
     make_folder(folder)
+    folder.chmod(0o700)
     certificates.make_client(folder / "client.key")
-    write_whole(folder / "ca.crt", (federation.server / "ca.crt").read_bytes())
-    write_whole(folder / "site.toml", SITE.format(client=client).encode())
     values = {"client": client, "address": federation.address, "port": NODE_PORT + client}
-    write_whole(folder / "client.toml", tomli_w.dumps(values).encode())
+    files = {
+        "ca.crt": (federation.server / "ca.crt").read_bytes(),
+        "site.toml": SITE.format(client=client).encode(),
+        "client.toml": tomli_w.dumps(values).encode(),
+    }
+    for name, data in files.items():
+        if not (folder / name).exists():
+            write_whole(folder / name, data)
     allowed = federation.server / "allowed" / f"client{client}.pub"
     write_whole(allowed, (folder / "client.key.pub").read_bytes())
 

@@ -62,6 +62,12 @@ def check_looks(path: Path, looks: Sequence[Event]) -> None:
         _check_numbers(path, event, f"an event of measure {event['measure']}", ("seconds",))
 
 
+def check_resumed(path: Path, events: Sequence[Event]) -> None:
+    """Raises CorruptFile for an event of a resume that does not say the versions."""
+    if not all(isinstance(event.get("versions"), dict) for event in events):
+        raise CorruptFile(f"{path}: an event of a resume lacks its versions")
+
+
 def _check_start(path: Path, start: Event) -> None:
     classes, counts = start.get("classes", []), start.get("label_counts", [])
     if not isinstance(classes, list) or not isinstance(counts, list):

@@ -101,8 +101,8 @@ def _head(compared: Sequence[Group]) -> Html:
     unfinished = sum(not r.finished for r in runs)
     written = datetime.fromtimestamp(max(r.written for r in runs))
     versions = {
-        name: ", ".join(sorted({str(r.start[name]) for r in runs if name in r.start}))
-        for name in ("fedstill", "torch", "python")
+        name: ", ".join(sorted({version for r in runs for version in r.versions(name)}))
+        for name in ("fedstill", "torch", "numpy", "python")
     }
     pairs = {
         "data": _every(compared, "data.name"),

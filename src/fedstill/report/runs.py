@@ -13,7 +13,7 @@ from typing import Any
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.journal import Event
-from fedstill.report.checks import check_events, check_looks
+from fedstill.report.checks import check_events, check_looks, check_resumed
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
 
@@ -24,7 +24,7 @@ class Run:
 
     ``settings``: every resolved value by dotted key. ``start``, ``initial``: those events, empty if they are not there
     yet. ``rounds``, ``clients``: the events of that name, in order; ``measures``: what measures saw. ``written``: when
-    the journal was last written, in seconds since 1970.
+    the journal was last written, in seconds since 1970. ``resumed``: where the run went on with other versions.
     """
 
     folder: Path
@@ -36,6 +36,7 @@ class Run:
     finished: bool
     written: float
     measures: Sequence[Event] = ()
+    resumed: Sequence[Event] = ()
 
     @property
     def seed(self) -> int:
@@ -51,6 +52,11 @@ class Run:
     def classes(self) -> list[str]:
         """The names of the classes; empty for a run that has not started."""
         return [str(name) for name in self.start.get("classes", [])]
+
+    def versions(self, name: str) -> list[str]:
+        """The versions of fedstill, torch, numpy or Python that it was run with, in order."""
+        events = [self.start, *(event["versions"] for event in self.resumed)]
+        return [str(event[name]) for event in events if name in event]
 
     def curve(self, key: str) -> dict[int, float]:
         """A measure by round, where it was measured; round 0 is before training.
@@ -97,6 +103,7 @@ def read_run(folder: Path) -> Run:
     initial = by_name["initial"][0] if by_name["initial"] else {}
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
+    check_resumed(path, by_name.get("resumed", []))
     return Run(
         folder,
         _settings(folder / CONFIG),
@@ -107,6 +114,7 @@ def read_run(folder: Path) -> Run:
         (folder / SUMMARY).is_file(),
         path.stat().st_mtime,
         by_name["measure"],
+        by_name.get("resumed", []),
     )
 
 

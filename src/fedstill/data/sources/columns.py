@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
+from fedstill.data.sources.class_ids import checked_label, class_ids
 from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.pictures import Pictures
 from fedstill.errors import DataError
 
-ROWS_AT_ONCE = 1000
 USUAL_LABELS = ("label", "fine_label")
-MODES = {"1": "L", "L": "L", "LA": "L", "P": "RGB", "RGB": "RGB", "RGBA": "RGB", "CMYK": "RGB", "YCbCr": "RGB"}
-"""What a kind of image is decoded to; a kind that is not listed has no 8-bit form to be read in."""
+
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+}
+"""Words in names of files and folders that say which split it is."""
 
 
 @dataclass(frozen=True)
@@ -31,32 +41,65 @@ class Columns:
     size: int | None = None
 
 
-def decoded_splits(what: str, streams: Mapping[str, Any], columns: Columns) -> Decoded:
-    """All rows of {split: streaming dataset} as arrays; labels that are text become ids in alphabetical order.
+class Table(Protocol):
+    """The rows of a split."""
 
+    @property
+    def rows(self) -> int:
+        """How many there are, 0 if that is not known."""
+
+    @property
+    def features(self) -> Mapping[str, Any]:
+        """What each column holds, as ``datasets`` says it."""
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image and its label."""
+
+
+def decoded_splits(what: str, tables: Mapping[str, Table], columns: Columns, within: Path | str) -> Decoded:
+    """All rows of {split: table} as arrays; labels that are text become ids in alphabetical order.
+
+    within: the folder, or the data set on the hub, outside of which no file is opened because a row names it.
     Raises DataError for columns that are not there, an image that differs from the first in size or kind, or a label
-    that is missing.
+    that is missing or no whole number.
     """
     raw, names = {}, None
-    for split, stream in streams.items():
-        image, label, own_names = _find(what, stream, columns)
+    for split, table in tables.items():
+        image, label, own_names = _find(what, table.features, columns)
         names = names or own_names
-        raw[split] = _rows(f"{what}, {split}", stream, image, label, columns.size)
+        pictures = Pictures(f"{what}, {split}", columns.size, table.rows, within)
+        raw[split] = read_rows(pictures, table.cells(image, label))
+    return with_ids(what, raw, names)
+
+
+def with_ids(
+    what: str, raw: Mapping[str, tuple[NDArray[np.uint8], list[int | str]]], names: tuple[str, ...] | None
+) -> Decoded:
+    """Splits with their labels as class ids; labels that are text are numbered in alphabetical order."""
     every = [value for _, labels in raw.values() for value in labels]
-    if any(isinstance(value, str) for value in every):
-        names = tuple(sorted(set(map(str, every))))
-        ids = {name: k for k, name in enumerate(names)}
-        splits = {s: (x, np.array([ids[str(v)] for v in y], dtype=np.int64)) for s, (x, y) in raw.items()}
-    else:
-        splits = {s: (x, np.array(y, dtype=np.int64)) for s, (x, y) in raw.items()}
-    return Decoded(splits, names)
+    if not any(isinstance(value, str) for value in every):
+        return Decoded({s: (x, class_ids(f"{what}, {s}", y)) for s, (x, y) in raw.items()}, names)
+    names = tuple(sorted(set(map(str, every))))
+    ids = {name: k for k, name in enumerate(names)}
+    return Decoded({s: (x, np.array([ids[str(v)] for v in y], dtype=np.int64)) for s, (x, y) in raw.items()}, names)
 
 
-def _find(what: str, stream: Any, columns: Columns) -> tuple[str, str, tuple[str, ...] | None]:
+def read_rows(pictures: Pictures, cells: Iterator[tuple[Any, Any]]) -> tuple[NDArray[np.uint8], list[int | str]]:
+    """(N, C, H, W) of encoded images, and their labels."""
+    images: list[NDArray[np.uint8]] = []
+    labels: list[int | str] = []
+    for k, (image, label) in enumerate(cells):
+        labels.append(checked_label(pictures.what, k, label))
+        images.append(pictures.decoded(image, k))
+    if not images:
+        raise DataError(f"{pictures.what} holds no examples; leave the file out or download it again")
+    return np.stack(images), labels
+
+
+def _find(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str, str, tuple[str, ...] | None]:
     """The image column, the label column, and the class names written in the file."""
     import datasets
 
-    features = stream.features or {}
     images = [k for k, f in features.items() if isinstance(f, datasets.Image) or _is_encoded(f)]
     labels = [k for k, f in features.items() if isinstance(f, datasets.ClassLabel)]
     image = columns.image or (images[0] if len(images) == 1 else None)
@@ -66,76 +109,9 @@ def _find(what: str, stream: Any, columns: Columns) -> tuple[str, str, tuple[str
         if name is None or name not in features:
             asked = f"no column {name!r}" if name else f"not one clear {role} column"
             raise DataError(f"{what} has {asked} among {', '.join(features) or 'none'}; set {role}_column")
-    feature = features[label]
+    feature = features[str(label)]
     return str(image), str(label), tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
 def _is_encoded(feature: Any) -> bool:
     return isinstance(feature, Mapping) and {"bytes", "path"} <= set(feature)
-
-
-def _rows(what: str, stream: Any, image: str, label: str, size: int | None) -> tuple[NDArray[np.uint8], list[Any]]:
-    import datasets
-
-    stream = stream.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
-    blocks: list[NDArray[np.uint8]] = []
-    labels: list[Any] = []
-    for batch in stream.iter(batch_size=ROWS_AT_ONCE):
-        first = blocks[0][0] if blocks else None
-        blocks.append(_stack(what, batch[image], len(labels), first, size))
-        labels += batch[label]
-    if not blocks:
-        raise DataError(f"{what} holds no examples; leave the file out or download it again")
-    for k, value in enumerate(labels):
-        if value is None or isinstance(value, float):
-            raise DataError(f"{what}: example {k} has the label {value!r}; labels are class ids or names")
-    return np.concatenate(blocks), labels
-
-
-def _stack(
-    what: str, cells: Iterable[Any], start: int, first: NDArray[np.uint8] | None, size: int | None
-) -> NDArray[np.uint8]:
-    """(B, C, H, W) of encoded images, each as the first one of the split."""
-    pixels = []
-    for k, cell in enumerate(cells, start):
-        own = pixels_of(what, cell, k, size)
-        first = own if first is None else first
-        if own.shape != first.shape:
-            raise DataError(
-                f"{what}: example {k} is {_shape(own)}, the first {_shape(first)}; "
-                f"set size = {first.shape[1]} to resize all, and save all in one kind (grey or RGB)"
-            )
-        pixels.append(own)
-    return np.stack(pixels)
-
-
-def pixels_of(what: str, cell: Any, k: int, size: int | None) -> NDArray[np.uint8]:
-    """One encoded image as (C, H, W); DataError naming it if it cannot be decoded."""
-    if cell is None:
-        raise DataError(f"{what}: example {k} has no image; leave it out")
-    try:
-        with _open(cell) as file, Image.open(file) as picture:
-            if picture.mode not in MODES:
-                raise DataError(f"{what}: example {k} is an image of kind {picture.mode}; save it as 8-bit grey or RGB")
-            plain = picture.convert(MODES[picture.mode])
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{what}: example {k} cannot be decoded as an image ({error}); replace it") from error
-    if size is not None and plain.size != (size, size):
-        plain = plain.resize((size, size), Image.Resampling.BICUBIC)
-    array = np.asarray(plain)
-    return array[None] if array.ndim == 2 else array.transpose(2, 0, 1)
-
-
-def _open(cell: Mapping[str, Any]) -> contextlib.AbstractContextManager[IO[bytes]]:
-    if cell["bytes"] is not None:
-        return io.BytesIO(cell["bytes"])
-    if "://" in cell["path"]:  # a folder of images on the hub
-        import fsspec  # type: ignore[import-untyped]
-
-        return cast("contextlib.AbstractContextManager[IO[bytes]]", fsspec.open(cell["path"], "rb"))
-    return Path(cell["path"]).open("rb")
-
-
-def _shape(pixels: NDArray[np.uint8]) -> str:
-    channels, height, width = pixels.shape
-    return f"{width}×{height} {'grey' if channels == 1 else 'RGB'}"

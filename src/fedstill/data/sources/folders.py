@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.data.sources.catalog import Known
@@ -10,16 +11,26 @@ from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.decoded import Decoded, kept
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.idx import is_idx, read_idx
+from fedstill.data.sources.image_folder import read_image_folder
 from fedstill.data.sources.npz import read_npz
-from fedstill.data.sources.streams import parquet_files, read_image_folder, read_parquet
+from fedstill.data.sources.parquet import parquet_files, read_parquet
 from fedstill.data.sources.verify import verified
+from fedstill.data.sources.walk import files_below
 from fedstill.errors import DataError
 
 
 def data_root(folder: str | Path | None) -> Path | None:
     """The folder of local data: ``folder``, or the environment's ``FEDSTILL_DATA``, or None."""
     given = folder if folder is not None else os.environ.get("FEDSTILL_DATA")
-    return Path(given).expanduser() if given else None
+    return at_home(given) if given else None
+
+
+def at_home(given: str | Path) -> Path:
+    """A path with ``~`` as the home folder, if there is one."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{given} names a home folder that is not there; give the whole path") from error
 
 
 def local_folder(name: str, folder: str | Path | None) -> Path | None:
@@ -31,23 +42,23 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 
 def read_folder(name: str, place: Path, columns: Columns, known: Known | None = None) -> Decoded:
     """What a folder holds, verified, and decoded once: the cache's key covers its files' names, sizes and times."""
-    files = sorted(path for path in place.rglob("*") if path.is_file() and not path.name.startswith("."))
+    files = files_below(place)
     stamps = [(str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     origin = {"folder": str(place.resolve()), "files": stamps, "columns": vars(columns), "known": repr(known)}
 
     def decode() -> Decoded:
         if not files:
             raise DataError(f"{place} is empty; it needs parquet files, or images in folders named by their class")
-        data = _decode(place, columns)
+        data = _decode(place, files, columns)
         return verified(name, hold_out(data) if "train" in data.splits else data, known)
 
     return kept(name, origin, decode)
 
 
-def _decode(place: Path, columns: Columns) -> Decoded:
-    if parquet_files(place):
-        return read_parquet(place, columns)
+def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
+    if tables := parquet_files(files):
+        return read_parquet(place, tables, columns)
     if is_idx(place):
         return read_idx(place)
-    archives = sorted(place.glob("*.npz"))
-    return read_npz(archives[0]) if archives else read_image_folder(place, columns)
+    archives = [path for path in files if path.parent == place and path.suffix == ".npz"]
+    return read_npz(archives[0]) if archives else read_image_folder(place, files, columns)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.data.sources.decoded import Arrays, Decoded
+from fedstill.data.sources.limits import in_one_line, refuse_large
 from fedstill.errors import DataError
 
 FILES = {"train": "train", "test": "t10k"}
@@ -34,15 +35,19 @@ def _split(folder: Path, prefix: str) -> Arrays:
 
 def _array(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """A file of bytes: two zeros, the type 8, the number of dimensions, the sizes (4 bytes each), the data."""
-    try:
-        with gzip.open(path) as file:
-            data = file.read()
-    except FileNotFoundError:
-        raise DataError(f"{path} is absent; the four IDX files belong in one folder") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is damaged ({error}); download it again") from error
-    start = 4 + 4 * dimensions
-    shape = np.frombuffer(data[4:start], dtype=">i4").tolist() if len(data) >= start else []
-    if data[:4] != bytes([0, 0, 8, dimensions]) or len(data) != start + math.prod(shape):
-        raise DataError(f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it again")
-    return np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape)
+    with in_one_line(path):
+        if not path.is_file():
+            raise DataError(f"{path} is absent; the four IDX files belong in one folder")
+        try:
+            with gzip.open(path) as file:
+                head = file.read(4 + 4 * dimensions)
+                shape = np.frombuffer(head[4:], dtype=">i4").tolist() if len(head) == 4 + 4 * dimensions else []
+                count = math.prod(shape)
+                if head[:4] == bytes([0, 0, 8, dimensions]) and min(shape, default=0) > 0:
+                    refuse_large(path, count, path.stat().st_size)
+                    data = file.read(count + 1)
+                    if len(data) == count:
+                        return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{path} is damaged ({error}); download it again") from error
+    raise DataError(f"{path} is not an IDX file of {dimensions} dimension(s), or is cut short; download it again")

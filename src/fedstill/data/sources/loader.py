@@ -10,8 +10,9 @@ from fedstill.data.examples import Dataset
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.decoded import kept
-from fedstill.data.sources.folders import data_root, local_folder, read_folder
+from fedstill.data.sources.folders import at_home, data_root, local_folder, read_folder
 from fedstill.data.sources.held_out import hold_out
+from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
@@ -33,6 +34,13 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
     Data without a test split have a stratified fifth held out.
     Raises DataError for data that are absent, damaged or not what their name promises, UnknownName for no such name.
     """
+    if not name.partition(":")[0].endswith(".py"):  # what one's own function raises is its own
+        with in_one_line(name):
+            return _loaded(name, folder, base, fields)
+    return _loaded(name, folder, base, fields)
+
+
+def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]) -> Dataset:
     path, _, attribute = name.partition(":")
     if name not in names("dataset") and not path.endswith(".py") and not attribute:
         return _load_other(name, folder, base, fields)
@@ -66,7 +74,7 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
     columns = _columns(name, **fields)
     mean: Sequence[float] | None = fields.get("mean")
     std: Sequence[float] | None = fields.get("std")
-    path = (base or Path.cwd()) / Path(name).expanduser()
+    path = (base or Path.cwd()) / at_home(name)
     place = local_folder(name, folder) or (path if path.is_dir() else None)
     if place is not None:
         known = FOLDERS.get(name) if columns == Columns() else None

@@ -1,38 +1,111 @@
-"""NPZ: the archive of arrays that MedMNIST is published in."""
+"""NPZ: the archive of arrays that MedMNIST is published in. Its headers are read first, its arrays if they may be."""
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
+from numpy.lib import format as npy
 
+from fedstill.data.sources.class_ids import class_ids
 from fedstill.data.sources.decoded import Arrays, Decoded
+from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large
 from fedstill.errors import DataError
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+"""How NumPy packs arrays; other ways unpack a few bytes to gigabytes at a time."""
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a member of an archive says of itself: its shape, its kind of numbers, its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[np.generic]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_npz(path: Path) -> Decoded:
     """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``; no pickles are read.
 
-    Images are (N, H, W) or (N, H, W, C) uint8, labels (N,) or (N, 1). Raises DataError if it is anything else.
+    Images are (N, H, W) or (N, H, W, C) uint8, labels (N,) or (N, 1) whole numbers. Raises DataError if it is anything
+    else, or says that it is larger than what may be read.
     """
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            stored = {s: k for s, k in SPLITS.items() if f"{k}_images" in archive.files}
-            splits = {s: _split(archive[f"{k}_images"], archive[f"{k}_labels"]) for s, k in stored.items()}
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        with in_one_line(path), zipfile.ZipFile(path) as archive:
+            names = set(archive.namelist())
+            splits = {s: k for s, k in SPLITS.items() if f"{k}_images.npy" in names}
+            members = [f"{k}_{what}.npy" for k in splits.values() for what in ("images", "labels")]
+            infos = {name: archive.getinfo(name) for name in members}
+            refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
+            headers = {name: _header(archive, info) for name, info in infos.items()}
+            counts = [_count(headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"]) for k in splits.values()]
+            refuse_large(path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts))
+            return Decoded({split: _split(path, archive, key) for split, key in splits.items()}, None)
+    except DataError:
+        raise
+    except (EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        said = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{path} is damaged or not an archive of images and labels ({error}); download it again"
+            f"{path} is damaged or not an archive of images and labels ({said}); download it again"
         ) from error
-    return Decoded(splits, None)
 
 
-def _split(images: np.ndarray, labels: np.ndarray) -> Arrays:
+def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
+    """The header of a member; ValueError if it is no array of numbers, or if it says another size than the archive."""
+    if info.compress_type not in PACKED:
+        raise ValueError(f"{info.filename} is not packed as NumPy does it")
+    with archive.open(info) as file:
+        version = npy.read_magic(file)
+        if version not in HEADERS:
+            raise ValueError(f"{info.filename} is an array of NPY version {version}")
+        try:
+            shape, _, dtype = HEADERS[version](file)
+        except (MemoryError, RecursionError) as error:  # of the parser: the header is short
+            raise ValueError(f"{info.filename} has a header that is no header") from error
+        start = file.tell()
+    if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
+        raise ValueError(f"{info.filename} holds {dtype}, not numbers")
+    header = _Header(info.filename, shape, dtype)
+    if any(isinstance(side, bool) or side < 1 for side in shape) or header.nbytes != info.file_size - start:
+        raise ValueError(
+            f"{header.name} says that it has shape {_short(shape)}, and holds {info.file_size - start:,} bytes"
+        )
+    return header
+
+
+def _count(images: _Header, labels: _Header) -> int:
+    """The number of examples; ValueError for headers that are not those of images and their labels."""
+    count = math.prod(labels.shape)
+    if len(images.shape) not in (3, 4) or images.dtype != np.uint8 or count != images.shape[0]:
+        raise ValueError(f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels")
+    return count
+
+
+def _split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
+    images, labels = (_array(archive, f"{key}_{what}.npy") for what in ("images", "labels"))
     if images.ndim == 3:
         images = images[..., None]
-    if images.ndim != 4 or images.dtype != np.uint8 or labels.size != len(images):
-        raise ValueError(f"images of shape {images.shape} and {images.dtype}, {labels.size} labels")
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)), labels.reshape(-1).astype(np.int64)
+    ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)), ids
+
+
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    file: IO[bytes]
+    with archive.open(name) as file:
+        return np.asarray(npy.read_array(file, allow_pickle=False))
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return str(shape) if len(str(shape)) <= 60 else str(shape)[:60] + "…"

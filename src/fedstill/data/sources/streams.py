@@ -1,57 +1,20 @@
-"""Encoded images read through the ``datasets`` library: parquet files, images in a folder by class, the hub."""
+"""Encoded images on the Hugging Face hub, read through the ``datasets`` library."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from fedstill.data.sources.columns import Columns, decoded_splits
+from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
 from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.limits import in_one_line
 from fedstill.errors import DataError
 
-SPLIT_NAMES = {
-    "train": "train",
-    "training": "train",
-    "test": "test",
-    "testing": "test",
-    "validation": "validation",
-    "valid": "validation",
-    "val": "validation",
-    "dev": "validation",
-}
 HUB_SECONDS = 10
-
-
-def parquet_files(folder: Path) -> dict[str, list[Path]]:
-    """The parquet files of every split, by the first word of the file's name or else its folder's; no word is train."""
-    by_split: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*.parquet")):
-        words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
-        split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
-        by_split.setdefault(split, []).append(path)
-    return by_split
-
-
-def read_parquet(folder: Path, columns: Columns) -> Decoded:
-    """A folder of parquet files in the Hugging Face layout; DataError if one is damaged or has no image and label."""
-    files = {split: [str(path) for path in paths] for split, paths in parquet_files(folder).items()}
-    with _reading(str(folder), "the file is damaged or not image data; download or write it again"):
-        import datasets
-
-        streams = datasets.load_dataset("parquet", data_files=files, streaming=True)
-        return decoded_splits(str(folder), dict(streams), columns)
-
-
-def read_image_folder(folder: Path, columns: Columns) -> Decoded:
-    """Images in folders named by their class, with folders named by the split above them or without."""
-    with _reading(str(folder), "a folder of images holds one folder a class, e.g. train/cat/1.png"):
-        import datasets
-
-        streams = datasets.load_dataset("imagefolder", data_dir=str(folder), streaming=True, drop_labels=False)
-        return decoded_splits(str(folder), dict(streams), columns)
+ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
@@ -61,8 +24,30 @@ def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
         import datasets
 
         streams = datasets.load_dataset(name, streaming=True)
-        named = {SPLIT_NAMES.get(split, split): stream for split, stream in streams.items()}
-        return decoded_splits(name, {s: named[s] for s in ("train", "validation", "test") if s in named}, columns)
+        named = {SPLIT_NAMES.get(split, split): _Stream(stream) for split, stream in streams.items()}
+        tables = {split: named[split] for split in ("train", "validation", "test") if split in named}
+        return decoded_splits(name, tables, columns, within=name)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """A streaming data set as the rows of a split."""
+
+    stream: Any
+    rows: int = 0
+
+    @property
+    def features(self) -> Mapping[str, Any]:
+        """What each column holds."""
+        return dict(self.stream.features or {})
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's encoded image and its label."""
+        import datasets
+
+        stream = self.stream.select_columns([image, label]).cast_column(image, datasets.Image(decode=False))
+        for batch in stream.iter(batch_size=ROWS_A_BATCH):
+            yield from zip(batch[image], batch[label], strict=True)
 
 
 def _reach(name: str, remedy: str) -> None:
@@ -82,9 +67,13 @@ def _reading(what: str, remedy: str) -> Iterator[None]:
     import datasets
     import pyarrow
 
-    kinds = (OSError, ValueError, RuntimeError, KeyError, pyarrow.ArrowException, datasets.exceptions.DatasetsError)
+    kinds = (OSError, ValueError, TypeError, RuntimeError, KeyError, AttributeError)
+    libraries = (pyarrow.ArrowException, datasets.exceptions.DatasetsError)
     try:
         yield
-    except kinds as error:
+    except MemoryError as error:
+        with in_one_line(what):
+            raise error
+    except (*kinds, *libraries) as error:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(f"{what} cannot be read ({reason}); {remedy}") from error

@@ -8,15 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.data.sources.columns import pixels_of
+from fedstill.data.sources.limits import in_one_line
+from fedstill.data.sources.pictures import IMAGE_SUFFIXES, Pictures
 from fedstill.errors import DataError
-
-SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".webp", ".tif", ".tiff", ".gif"})
 
 
 def images_in(place: Path) -> list[Path]:
-    """The image files directly in a folder, sorted by name: where there are some, the folder has no classes."""
-    return sorted(p for p in place.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
+    """The image files directly in a folder, sorted by name: where there are some, the folder has no classes.
+
+    None if there is no such folder.
+    """
+    with in_one_line(place):
+        if not place.is_dir():
+            return []
+        return sorted(p for p in place.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES and p.is_file())
 
 
 def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
@@ -25,15 +30,10 @@ def read_unlabelled(place: Path, size: int | None = None) -> Tensor:
     size: the side to resize all to; None: as they are. Raises DataError for a file that is no image, or for one that
     differs from the first in size or kind.
     """
-    blocks: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
-    for k, path in enumerate(images_in(place)):
-        own = pixels_of(str(place), {"bytes": None, "path": str(path)}, k, size)
-        if blocks and own.shape != blocks[0].shape:
-            raise DataError(
-                f"{path} has shape {own.shape}, the first image of the folder {blocks[0].shape}; "
-                "set data.public_resize = true, and save all in one kind (grey or RGB)"
-            )
-        blocks.append(own)
-    if not blocks:
-        raise DataError(f"{place} holds no images ({', '.join(sorted(SUFFIXES))}); put some in, or name another folder")
-    return torch.from_numpy(np.stack(blocks))
+    paths = images_in(place)
+    if not paths:
+        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
+        raise DataError(f"{place} holds no images ({kinds}); put some in, or name another folder")
+    pictures = Pictures(str(place), size, len(paths), place, "set data.public_resize = true")
+    with in_one_line(place):
+        return torch.from_numpy(np.stack([pictures.decoded(path, k) for k, path in enumerate(paths)]))

@@ -28,6 +28,9 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
             raise DataError(
                 f"{name} has no {split} split (it has {', '.join(data.splits) or 'none'}); add {split} files"
             )
+    for split, (images, labels) in data.splits.items():
+        if len(images) != len(labels):
+            raise DataError(f"{name}, {split} has {len(images)} images and {len(labels)} labels; download it again")
     classes = _classes(name, data, known)
     shapes = {split: images.shape[1:] for split, (images, _) in data.splits.items()}
     if len(set(shapes.values())) != 1:

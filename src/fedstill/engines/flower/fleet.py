@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -93,7 +93,14 @@ class Fleet:
         return not call.messages or (call.sent <= self.patience.retries and self.clock.monotonic() >= call.again)
 
     def _nodes(self, calls: dict[int, _Call], end: float) -> dict[int, list[int]]:
-        """The nodes of each client that are online; new nodes are asked which client they are."""
+        """The nodes of each client that are online.
+
+        A grid with ``members`` knows clients by their keys, {node id: client}; what a node says of itself counts for
+        nothing there. On any other grid, new nodes are asked which client they are.
+        """
+        members = getattr(self.grid, "members", None)
+        if members is not None:
+            return _by_client(members())
         online = [int(n) for n in self.grid.get_node_ids()]
         for message in self.grid.pull_messages(list(self._asked)) if self._asked else ():
             node = self._asked.pop(message.metadata.reply_to_message_id, None)
@@ -104,11 +111,7 @@ class Fleet:
         waiting = set(self._asked.values())
         if set(calls) - {self.clients.get(n) for n in online}:
             self._introduce([n for n in online if n not in self.clients and n not in waiting], end)
-        by_client: dict[int, list[int]] = {}
-        for node in online:
-            if node in self.clients:
-                by_client.setdefault(self.clients[node], []).append(node)
-        return by_client
+        return _by_client({n: self.clients[n] for n in online if n in self.clients})
 
     def _introduce(self, nodes: Sequence[int], end: float) -> None:
         from flwr.app import ConfigRecord, Message, RecordDict
@@ -175,6 +178,13 @@ class Fleet:
 
     def _ttl(self, end: float) -> float:
         return self.patience.ttl or max(1.0, end - self.clock.monotonic()) + GRACE
+
+
+def _by_client(nodes: Mapping[int, int]) -> dict[int, list[int]]:
+    by_client: dict[int, list[int]] = {}
+    for node, client in nodes.items():
+        by_client.setdefault(client, []).append(node)
+    return by_client
 
 
 def _failed(request: Request, why: str) -> SiteReply:

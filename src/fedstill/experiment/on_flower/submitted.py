@@ -6,16 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
-from fedstill.deploy import programs
-from fedstill.deploy.folder import Federation, load_federation
+from fedstill.deploy.control import Control, NotListening, when_it_listens
+from fedstill.deploy.folder import load_federation
 from fedstill.errors import DeployFailed
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.progress import Progress
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
-from fedstill.files import digest, remove
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
@@ -37,28 +34,12 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
     federation = load_federation(Path(settings.flower.federation))
     config = settings.toml
     values = {"config": "" if resume else config, "out": str(folder.resolve()), "resume": resume}
-    path = federation.server / f"submit-{digest(str(folder.resolve()).encode())[:12]}.toml"
-    path.write_text(tomli_w.dumps(values))
-    try:
-        answer = _when_it_listens(federation, "run", str(federation.app), programs.LINK, "--run-config", str(path))
-    finally:
-        remove(path)
-    return _follow(federation, str(answer["run-id"]), settings.rounds, folder, watch)
+    control = Control.of(federation)
+    run = when_it_listens(lambda: control.start(federation.app, values), START)
+    return _follow(control, run, settings.rounds, folder, watch)
 
 
-def _when_it_listens(federation: Federation, *arguments: str) -> Any:
-    """What a command answers; it is repeated for a while if the server does not answer (yet)."""
-    until = time.monotonic() + START
-    while True:
-        try:
-            return programs.flwr(federation, *arguments)
-        except DeployFailed as error:
-            if "unavailable" not in str(error) or time.monotonic() >= until:
-                raise
-            time.sleep(LOOK)
-
-
-def _follow(federation: Federation, run: str, rounds: int, folder: Path, watch: Progress) -> Result:
+def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
     shown, asked = 0, time.monotonic()
     try:
         while not (folder / "summary.json").is_file():
@@ -69,11 +50,11 @@ def _follow(federation: Federation, run: str, rounds: int, folder: Path, watch: 
             shown = max(shown, len(events))
             if time.monotonic() - asked >= ASK:
                 asked = time.monotonic()
-                _raise_if_ended(federation, run, folder)
+                _raise_if_ended(control, run, folder)
             if watch.stop():
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        programs.flwr(federation, "stop", run, programs.LINK)
+        control.stop(run)
         raise
     return Result.of(folder)
 
@@ -83,13 +64,10 @@ def _rounds(folder: Path) -> list[Any]:
     return [e for e in journals.read_journal(path) if e["event"] == "round"] if path.is_file() else []
 
 
-def _raise_if_ended(federation: Federation, run: str, folder: Path) -> None:
+def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     try:
-        answer = programs.flwr(federation, "list", programs.LINK, "--run-id", run)
-    except DeployFailed:
+        how = control.ended(run)
+    except NotListening:
         return  # the server may be starting again; it then says whether the run still exists
-    one: dict[str, Any] = next((r for r in answer.get("runs", ()) if str(r.get("run-id")) == run), {})
-    status = str(one.get("status", ""))
-    if status.startswith("finished") and not (folder / "summary.json").is_file():
-        details = " ".join(str(one.get("status-details") or one.get("details") or status).split())
-        raise DeployFailed(f"the run ended on the server: {details}; go on with: fedstill resume {folder}")
+    if how is not None and not (folder / "summary.json").is_file():
+        raise DeployFailed(f"the run ended on the server: {how}; go on with: fedstill resume {folder}")

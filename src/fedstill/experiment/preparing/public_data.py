@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
+from fedstill.data.sources.limits import refuse_large
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
@@ -19,6 +21,9 @@ from fedstill.records import SERVER, Examples
 Floats = tuple[float, ...]
 
 TRAIN, NOISE = "train", "noise"
+
+RESIZED_AT_ONCE = 1000
+"""Images, so that not all of them are numbers of four bytes at once."""
 
 
 def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Examples, Examples | None]:
@@ -83,13 +88,14 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
 def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
     """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
-    if place.is_dir() and images_in(place):
+    if images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
         other = load_dataset(source, folder=folder or None)
         public, theirs = other.train, len(other.classes)
     if data.public_resize:
+        refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
         public = Examples(_resized(public.images, shape), public.labels)
     if tuple(public.images.shape[1:]) != shape:
         raise DataError(
@@ -115,6 +121,11 @@ def _unlabelled(images: Tensor) -> Examples:
 
 def _resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     """Images at another size, bilinear; grey becomes RGB by repetition, RGB grey by its mean."""
+    starts = range(0, max(1, len(images)), RESIZED_AT_ONCE)
+    return torch.cat([_block_resized(images[i : i + RESIZED_AT_ONCE], shape) for i in starts])
+
+
+def _block_resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
     channels, height, width = shape
     out = images.float()
     if out.shape[1] != channels:

@@ -1,7 +1,12 @@
-"""The directory of a run: a new one for each, and one process at a time in it."""
+"""The directory of a run: a new one for each, and one process at a time in it; so for the folder of a comparison."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +16,9 @@ from filelock import FileLock, Timeout
 from fedstill.errors import ConfigError, RunBusy, RunExists
 from fedstill.experiment.config.settings import Settings
 from fedstill.files import is_leftover
+
+LOCK, HOLDER = "lock", "holder.json"
+"""The file that is locked, and the one that says by whom. The second is there while somebody writes in the folder."""
 
 
 def new_directory(settings: Settings, out: Path | None) -> Path:
@@ -32,7 +40,7 @@ def new_directory(settings: Settings, out: Path | None) -> Path:
 
 def refuse_used(folder: Path) -> None:
     """Raise RunExists if a directory holds anything; what a killed process left of its first write does not count."""
-    if any(p.name != "lock" and not is_leftover(p) for p in folder.iterdir()):
+    if any(p.name not in (LOCK, HOLDER) and not is_leftover(p) for p in folder.iterdir()):
         raise RunExists(f"{folder} is not empty; choose another --out, or go on with `fedstill resume {folder}`")
 
 
@@ -50,14 +58,46 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run's directory against other processes; the lock ends with this process, however it ends."""
     if not folder.is_dir():
         raise RunExists(f"there is no directory {folder}")
-    lock = FileLock(folder / "lock", timeout=0)
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()
     except Timeout as error:
-        raise RunBusy(f"{folder} is being written by another process; wait for it, or end it") from error
+        raise RunBusy(
+            f"{folder} is being written by another process{_holder(folder)}; wait for it, or end it"
+        ) from error
     except OSError as error:
         raise ConfigError(f"cannot write in {folder}: {error.strerror}; make it writable") from error
     try:
+        with contextlib.suppress(OSError):  # it only helps who is refused
+            (folder / HOLDER).write_text(json.dumps(_ourselves()), encoding="utf-8")
         yield
     finally:
+        with contextlib.suppress(OSError):
+            (folder / HOLDER).unlink(missing_ok=True)
         lock.release()
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Make the folder of several runs, if it is not there, and lock it against other comparisons."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise RunExists(f"{folder} is a file; choose another --out") from error
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+    with locked(folder):
+        yield
+
+
+def _ourselves() -> dict[str, str | int]:
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+
+def _holder(folder: Path) -> str:
+    """Which process writes in a folder, if it says so."""
+    try:
+        said = json.loads((folder / HOLDER).read_text(encoding="utf-8"))
+        return f", {int(said['process'])} on {str(said['host'])[:100]} since {str(said['since'])[:30]}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""

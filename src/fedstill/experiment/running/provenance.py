@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import seal
+from fedstill.experiment.run_directory.journal import Journal
 from fedstill.files import digest
+from fedstill.records import State
 from fedstill.version import VERSION
+
+log = logging.getLogger("fedstill.resume")
+
+
+def software() -> dict[str, str]:
+    """The versions that a run's bits may depend on."""
+    return {
+        "fedstill": VERSION,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def versions(settings: Settings) -> dict[str, Any]:
     """Fields of the event ``start``: versions, and SHA-256 of files that the config names."""
     return {
-        "fedstill": VERSION,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+        **software(),
         "sources": sources(settings),
         **({"start_from": seal(start)} if (start := settings.start_from) else {}),
     }
@@ -44,3 +58,23 @@ def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
             raise CorruptFile(f"{path} is not the file that the run was started with; restore the original to resume")
     if (place := settings.start_from) and start.get("start_from") != seal(place):
         raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
+
+
+def note_versions(journal: Journal, events: Sequence[Mapping[str, Any]], state: State) -> None:
+    """Warn of a run that goes on with other versions, and write the event ``resumed``; nothing if they are the same.
+
+    events: the journal's, which say the versions so far; one that they do not say is not compared.
+    """
+    known = dict(events[0])
+    for event in events:
+        if event["event"] == "resumed" and isinstance(event.get("versions"), Mapping):
+            known.update(event["versions"])
+    now = {name: version for name, version in software().items() if known.get(name, version) != version}
+    if not now:
+        return
+    before = {name: str(known[name]) for name in now}
+    log.warning(
+        "%s was run with %s and goes on with %s: its bits may differ from those of a run that was not stopped",
+        *(journal.path.parent, *(", ".join(f"{k} {v}" for k, v in each.items()) for each in (before, now))),
+    )
+    journal.write("resumed", round=state.round, stage=state.stage, before=before, versions=now)

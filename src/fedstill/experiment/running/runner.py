@@ -32,7 +32,7 @@ from fedstill.experiment.run_directory.claim import locked, new_directory, refus
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
 from fedstill.experiment.running.debugging import debugged
 from fedstill.experiment.running.measuring import Measuring
-from fedstill.experiment.running.provenance import check_sources, versions
+from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
 from fedstill.origin import returned
@@ -166,8 +166,10 @@ class _Driver:
 
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
-        check_sources(self.settings, journals.read_journal(self.journal.path)[0])
-        self.measuring.replay(journals.read_journal(self.journal.path))
+        events = journals.read_journal(self.journal.path)
+        check_sources(self.settings, events[0])
+        self.measuring.replay(events)
+        note_versions(self.journal, events, restored.state)
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
         self.before = restored.state

@@ -1,0 +1,155 @@
+"""Parquet files of encoded images and labels, read a few rows at a time after their claims have been looked at."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
+from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large, refuse_ratio
+from fedstill.errors import DataError, on_one_line
+
+ROWS_AT_ONCE = 1
+"""A value that a file holds once may stand in all its rows: a thousand of them at once may be any size."""
+
+PAGE_BUFFER = 1 << 20
+"""Bytes of a column that are read ahead, so that no whole row group is held."""
+
+
+def parquet_files(files: Sequence[Path]) -> dict[str, list[Path]]:
+    """The parquet files of every split, by the first word of the file's name or else its folder's; no word is train."""
+    by_split: dict[str, list[Path]] = {}
+    for path in files:
+        if path.suffix == ".parquet":
+            words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
+            split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
+            by_split.setdefault(split, []).append(path)
+    return by_split
+
+
+def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
+    """The parquet files of a folder in the Hugging Face layout, by split.
+
+    Raises DataError if one is damaged, has no image and label, or says that it is larger than what may be read.
+    """
+    try:
+        with in_one_line(folder):
+            splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
+            return decoded_splits(str(folder), splits, columns, within=folder)
+    except DataError:
+        raise
+    except Exception as error:  # many kinds, by version of the library; all mean that the file is not what it says
+        raise DataError(
+            f"{folder} cannot be read ({on_one_line(error)}); the file is damaged or not image data; download or write "
+            "it again"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The rows of some files."""
+
+    files: tuple[Path, ...]
+
+    @cached_property
+    def rows(self) -> int:
+        """How many rows the files say that they hold."""
+        return sum(_claims(path).num_rows for path in self.files)
+
+    @cached_property
+    def features(self) -> Mapping[str, Any]:
+        """What ``datasets`` makes of the first file's schema."""
+        import datasets
+
+        with in_one_line(self.files[0]):
+            return dict(datasets.Features.from_arrow_schema(pq.read_schema(self.files[0])))
+
+    def cells(self, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+        """Each row's image, as {"bytes": …, "path": …}, and its label."""
+        for path in self.files:
+            with in_one_line(path):
+                yield from _rows(path, image, label)
+
+
+def _claims(path: Path) -> pq.FileMetaData:
+    """What a file says of itself; DataError if its rows, even without their images, would be too many."""
+    with in_one_line(path):
+        about = pq.read_metadata(path)
+    groups = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+    if about.num_rows != sum(groups) or min(groups, default=0) < 0:
+        raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and its parts {groups}; write it again")
+    refuse_large(path, about.num_rows * EXAMPLE_BYTES)
+    return about
+
+
+def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
+    """The rows of one file, one after another."""
+    about, schema, stored = _claims(path), pq.read_schema(path), path.stat().st_size
+    wanted = [*_image_columns(path, schema, image), _label_column(path, schema, label)]
+    _refuse_claims(path, about, wanted)
+    kind = schema.field(image).type
+    key = "" if pa.types.is_struct(kind) else "bytes" if _is_binary(kind) else "path"
+    seen = unpacked = 0
+    with pq.ParquetFile(path, buffer_size=PAGE_BUFFER, pre_buffer=False) as file:
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=wanted, use_threads=False):
+            for cell, value in zip(batch.column(image).to_pylist(), batch.column(label).to_pylist(), strict=True):
+                cell = {key: cell} if key and cell is not None else cell
+                seen, unpacked = seen + 1, unpacked + len((cell or {}).get("bytes") or b"")
+                refuse_ratio(path, unpacked, stored)
+                yield cell, value
+    if seen != about.num_rows:
+        raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and holds {seen:,}; write it again")
+
+
+def _image_columns(path: Path, schema: pa.Schema, name: str) -> list[str]:
+    """The columns that the images are in; DataError if they hold anything but bytes, or paths of files."""
+    kind = _kind(path, schema, name)
+    if pa.types.is_struct(kind):
+        parts = [kind.field(i) for i in range(kind.num_fields)]
+        named = [p for p in parts if p.name in ("bytes", "path") and (_is_binary(p.type) or _is_text(p.type))]
+        if named:
+            return [f"{name}.{part.name}" for part in named]
+    elif _is_binary(kind) or _is_text(kind):
+        return [name]
+    raise DataError(f"{path}: column {name!r} holds {str(kind)[:100]}, not encoded images; write it again with them")
+
+
+def _label_column(path: Path, schema: pa.Schema, name: str) -> str:
+    kind = _kind(path, schema, name)
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, _is_text)
+    if not any(is_one(kind) for is_one in plain):
+        raise DataError(f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set label_column")
+    return name
+
+
+def _kind(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
+    if len(schema.get_all_field_indices(name)) != 1:
+        raise DataError(f"{path} has not one column {name!r}, as the first file of its split does; write it again")
+    return schema.field(name).type
+
+
+def _refuse_claims(path: Path, about: pq.FileMetaData, wanted: Sequence[str]) -> None:
+    """Raise DataError for columns that say that they unpack to far more than the file holds."""
+    places = [i for i in range(len(about.schema)) if about.schema.column(i).path in wanted]
+    chunks = [about.row_group(g).column(i) for g in range(about.num_row_groups) for i in places]
+    sizes = [chunk.total_uncompressed_size for chunk in chunks]
+    if min(sizes, default=0) < 0:
+        raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
+    refuse_ratio(path, sum(sizes), path.stat().st_size)
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -1,0 +1,123 @@
+"""Programs that run beside this one: started in groups of their own, watched, and ended with all that they started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fedstill.deploy.folder import Federation
+from fedstill.errors import DeployFailed
+
+if TYPE_CHECKING:
+    import psutil
+
+REFUSED = b"[code: 2004]"
+"""What a SuperNode says before it ends if the server does not list its key."""
+
+ECHO_SECONDS = 5.0
+
+SECONDS = 180.0
+"""How long a server may take to listen; on a busy machine it takes a minute."""
+
+
+@contextmanager
+def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A program and whatever it starts, in a group of their own, all ended with this block or this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    process = subprocess.Popen(list(command), env=dict(env), start_new_session=True, **streams)
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float) -> int:
+    """Run a client until it ends, with a program beside it; its status.
+
+    One that the server refuses is started again for ``wait`` seconds. Raises DeployFailed if it is refused to the last.
+    """
+    until = time.monotonic() + wait
+    while True:
+        said: list[bytes] = []
+        with (
+            running(beside, env),
+            running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
+        ):
+            # a thread of its own: what the program has started may outlive it, and hold the pipe open
+            echo = threading.Thread(target=_echo, args=(process, said), daemon=True)
+            echo.start()
+            status = process.wait()
+        echo.join(ECHO_SECONDS)
+        if not said:
+            return status
+        if time.monotonic() >= until:
+            raise DeployFailed("the server refuses this client: its key is not listed in the server's folder, allowed")
+        time.sleep(min(5.0, max(0.0, until - time.monotonic())))
+
+
+def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:
+    """Pass a program's output on, and note a line that says it was refused."""
+    for line in process.stdout or ():
+        if REFUSED in line:
+            said.append(line)
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 20.0) -> None:
+    """End a program that ``running`` started, and all that it started: asked first, then killed.
+
+    Flower's server detaches what it starts, so that its group alone is not enough.
+    """
+    import psutil
+
+    below = descendants(process.pid)  # before anything ends: after a process has ended, its children cannot be found
+    _signal_group(process.pid, signal.SIGTERM)
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        below += descendants(process.pid)
+    _signal_group(process.pid, signal.SIGKILL)
+    for one in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+
+
+def _signal_group(pid: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, what)
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes that a process has started, and those that they have; none if it has ended."""
+    import psutil
+
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(pid).children(recursive=True)
+    return below
+
+
+def wait_for_port(federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS) -> None:
+    """Wait until the server answers; raises DeployFailed if it ends or does not."""
+    host, _, port = federation.local.rpartition(":")
+    end_at = time.monotonic() + seconds
+    while time.monotonic() < end_at:
+        if process.poll() is not None:
+            raise DeployFailed(f"the server ended at once, with status {process.returncode}; its output says why")
+        try:
+            with socket.create_connection((host.strip("[]"), int(port)), 1):
+                return
+        except OSError:
+            time.sleep(0.3)
+    raise DeployFailed(f"the server did not listen on port {federation.port} within {seconds:g} s")

@@ -1,0 +1,150 @@
+"""The two sides of fedstill as Flower's tasks: ``python -m fedstill.experiment.flower_tasks SIDE ADDRESS KEY [CA]``.
+
+A task brings an app. Its code is not run: if it is not the app that fedstill writes, the task is refused; if it is,
+what is installed here does the work.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstill.deploy.executor import Door, execute
+from fedstill.deploy.flower_app import require_own_app
+from fedstill.deploy.folder import client_of_key
+from fedstill.engines.flower.fleet import RAISED
+from fedstill.engines.flower.messages import require_flower
+from fedstill.errors import FedstillError, Refused, on_one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flwr.serverapp import Grid
+    from flwr.supercore.runtime import RuntimeHttpClient
+
+CLIENT, AGENT, SERVER = "flwr-clientapp", "flwr-agentapp", "flwr-serverapp"
+"""Flower's kinds of task. A site takes the second, too, to refuse it by name: a message would else wait for ever."""
+
+
+def client_task(door: Door, kind: str, token: str, parent: int) -> None:
+    """Answer a message at a site; a refusal is an answer."""
+    from flwr.app import Error, Message
+    from flwr.common.constant import SubStatus
+    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+    from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+    from fedstill.experiment.flower_apps import client_app
+
+    client = door.client("flwr-clientapp", RuntimeTokenHttpInterceptor(token))
+    with _alive(client, parent):
+        message, context, _, fab = pull_task_input(client)
+        status, why = SubStatus.COMPLETED, ""
+        try:
+            if kind != CLIENT:
+                raise Refused(f"this site does no task of the kind {kind!r}")
+            require_own_app(fab.content)
+            reply = client_app(message=message, context=context)
+        except Exception as error:
+            status, why = SubStatus.FAILED, _why(error)
+            print(f"fedstill: refused or failed: {why}", file=sys.stderr, flush=True)
+            reply = Message(Error(RAISED, why), reply_to=message)
+        push_message(client, reply, context)
+        push_task_output(client, context, status, why)
+
+
+def server_task(door: Door, kind: str, token: str, parent: int) -> None:
+    """Do a run at the server."""
+    from flwr.common.config import get_fused_config_from_fab
+    from flwr.common.constant import SubStatus
+    from flwr.common.serde import context_from_proto, context_to_proto, fab_from_proto, run_from_proto
+    from flwr.proto.runtime_pb2 import PullTaskInputRequest, PushTaskOutputRequest
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from fedstill.experiment.flower_apps import server_app
+
+    grid = federation_grid(door, token)
+    client = grid._runtime_client
+    with _alive(client, parent):
+        given = client.PullTaskInput(PullTaskInputRequest())
+        context, run, fab = context_from_proto(given.context), run_from_proto(given.run), fab_from_proto(given.fab)
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = given.task_id, run.run_id, context.node_id
+        grid.set_run(run)
+        status, why = SubStatus.COMPLETED, ""
+        try:
+            require_own_app(fab.content)
+            context.run_config = get_fused_config_from_fab(fab.content, run)
+            server_app(grid=grid, context=context)
+        except (Exception, KeyboardInterrupt) as error:
+            status, why = SubStatus.FAILED, _why(error)
+            print(f"fedstill: run {run.run_id}: {why}", file=sys.stderr, flush=True)
+        output = PushTaskOutputRequest(context=context_to_proto(context), sub_status=status, details=why)
+        client.PushTaskOutput(output)
+
+
+def federation_grid(door: Door, token: str) -> Grid:
+    """Flower's grid over a federation's server, which knows clients by the keys that they are registered with."""
+    require_flower()
+    from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+    from flwr.superlink.grid import HttpGrid
+
+    class OperatorGrid(HttpGrid):  # type: ignore[misc]
+        """Flower's grid, with the operator's key in its requests."""
+
+        def _connect(self) -> None:
+            self._client = door.client("flwr-serverapp", RuntimeTokenHttpInterceptor(token))
+
+    class FederationGrid(OperatorGrid):
+        """The same, where nodes have listed keys."""
+
+        def members(self) -> dict[int, int]:
+            """{node id: client} of the nodes that are there, by the names that their keys were registered under."""
+            numbers = {int(n.node_id): client_of_key(n.name) for n in self.get_nodes()}
+            return {node: client for node, client in numbers.items() if client is not None}
+
+    kind = FederationGrid if door.certificates is not None else OperatorGrid  # without TLS there are no listed keys
+    return kind(door.address, door.certificates is None, door.certificates, token=token)
+
+
+def _why(error: BaseException) -> str:
+    return str(error) if isinstance(error, FedstillError) else on_one_line(error)
+
+
+@contextmanager
+def _alive(client: RuntimeHttpClient, parent: int) -> Iterator[None]:
+    """Say so as long as the block runs; end with the process that started this one, or with the task."""
+    from flwr.supercore.app_utils import start_parent_process_monitor
+    from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    start_parent_process_monitor(parent)
+    heart = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    heart.start()
+    try:
+        yield
+    finally:
+        heart.stop()
+        client.close()
+
+
+SIDES: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]] = {
+    "client": ((CLIENT, AGENT), client_task),
+    "server": ((SERVER,), server_task),
+}
+
+
+def side_of_flower(side: str, address: str, key: str, certificates: str = "") -> None:
+    """Do a side's tasks until the process that started this one has ended."""
+    ca = Path(certificates).read_bytes() if certificates else None
+    kinds, does = SIDES[side]
+    door = Door(address, Path(key).read_bytes(), ca)
+    execute(door, kinds, does, os.getppid(), "fedstill.experiment.flower_apps")
+
+
+if __name__ == "__main__":
+    side_of_flower(*sys.argv[1:])
+    os._exit(0)  # tasks under way end by themselves when they see that this process has; a usual exit waits for them

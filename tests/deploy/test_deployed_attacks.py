@@ -1,0 +1,290 @@
+"""Attacks on a running federation, each refused by its line: a stranger on the port, a site, a hostile server. Slow."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import http.client
+import shutil
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedstill.deploy import certificates, folder, programs
+from fedstill.deploy.control import Control, public_key
+from fedstill.deploy.flower_app import write_app
+from fedstill.deploy.gate import KEY_HEADER
+from fedstill.deploy.supervising import running, wait_for_port
+from fedstill.errors import DeployFailed
+from flowers import needs_flower
+from processes import Deployment, beside_us, events, experiment, fedstill_, fedstill_command, free_port, over
+
+pytestmark = [
+    pytest.mark.slow,
+    needs_flower,
+    pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning"),  # Flower's own, in packing an app
+]
+
+FOREIGN = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from flwr.{side} import {kind}
+app = {kind}()
+"""
+
+
+def foreign(place: Path, marker: Path) -> Path:
+    """A Flower app that leaves a file behind wherever its code runs."""
+    write_app(place, 3, "1.0")
+    for side, kind in (("clientapp", "ClientApp"), ("serverapp", "ServerApp")):
+        path = place / "fedstill_app" / f"{side.removesuffix('app')}_app.py"
+        path.write_text(FOREIGN.format(marker=str(marker), side=side, kind=kind))
+    return place
+
+
+def asked(three: Deployment, method: str, path: str, body: bytes | None = b"", **headers: str) -> tuple[int, str]:
+    """Status and text of the answer to a request with nothing but ca.crt; the path goes as it is written."""
+    host, _, port = three.federation.address.rpartition(":")
+    trust = ssl.create_default_context(cafile=str(three.federation.client(0) / "ca.crt"))
+    connection = http.client.HTTPSConnection(host, int(port), context=trust, timeout=60)
+    connection.putrequest(method, path, skip_host="host" in headers)
+    given = {"content_type": "application/protobuf", "content_length": str(len(body or b""))} | headers
+    for name, value in given.items():
+        if value:
+            connection.putheader(name.replace("_", "-"), value)
+    with contextlib.closing(connection):
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        return answer.status, answer.read(1000).decode(errors="replace")
+
+
+OPERATORS = "this path is the operator's"
+STRANGERS: dict[str, tuple[Any, ...]] = {
+    "start a run": ("POST", "/v1/control/start-run", {}, 403, OPERATORS),
+    "stop a run": ("POST", "/v1/control/stop-run", {}, 403, OPERATORS),
+    "list the sites": ("POST", "/v1/control/list-nodes", {}, 403, OPERATORS),
+    "let a site in": ("POST", "/v1/control/register-node", {}, 403, OPERATORS),
+    "take a task": ("POST", "/v1/runtime/acquire-task", {}, 403, OPERATORS),
+    "read the documentation": ("GET", "/docs", {}, 403, OPERATORS),
+    "read the interface": ("GET", "/openapi.json", {}, 403, OPERATORS),
+    "two slashes": ("POST", "//v1/control/start-run", {}, 403, OPERATORS),
+    "dots": ("POST", "/v1/fleet/../control/start-run", {}, 403, OPERATORS),
+    "escaped dots": ("POST", "/v1/fleet/%2e%2e/control/start-run", {}, 403, OPERATORS),
+    "escaped slashes": ("POST", "/v1%2Fcontrol%2Fstart-run", {}, 403, OPERATORS),
+    "a whole address": ("POST", "https://127.0.0.1/v1/control/start-run", {}, 403, OPERATORS),
+    "forwarded from here": ("POST", "/v1/control/start-run", {"x_forwarded_for": "127.0.0.1"}, 403, OPERATORS),
+    "a forged host": ("POST", "/v1/control/start-run", {"host": "localhost", "x_real_ip": "::1"}, 403, OPERATORS),
+    "a wrong key": ("POST", "/v1/control/start-run", {KEY_HEADER.replace("-", "_"): "k" * 43}, 403, OPERATORS),
+    "no signature": ("POST", "/v1/fleet/pull-messages", {}, 401, "authentication"),
+    "another method": ("GET", "/v1/fleet/pull-messages", {}, 403, OPERATORS),
+    "no length": ("POST", "/v1/fleet/push-object", {"content_length": ""}, 413, "says its length"),
+    "a large length": (
+        "POST",
+        "/v1/fleet/push-object",
+        {"content_length": str(1 << 40)},
+        413,
+        "at most 67108864 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_a_stranger_with_the_certificate_gets_nothing(what: str, three: Deployment) -> None:
+    method, path, headers, status, line = STRANGERS[what]
+    got, text = asked(three, method, path, None if "content_length" in headers else b"", **headers)
+    print(f"\n{what}: {got} {text.strip()}")
+    assert got == status
+    assert line in text
+
+
+def test_a_plain_text_request_gets_nothing(three: Deployment) -> None:
+    host, _, port = three.federation.address.rpartition(":")
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
+        connection.request("POST", "/v1/control/start-run")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            connection.getresponse()
+
+
+def signed(key: Path, when: str) -> dict[str, str]:
+    """The headers of a request that a site signs with its private key."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
+
+    private = load_ssh_private_key(key.read_bytes(), None)
+    assert isinstance(private, ec.EllipticCurvePrivateKey)
+    signature = sign_message(private, when.encode())
+    return {
+        "flwr_public_key": base64.b64encode(public_key_to_bytes(private.public_key())).decode(),
+        "flwr_timestamp": when,
+        "flwr_signature": base64.b64encode(signature).decode(),
+    }
+
+
+def pulling(three: Deployment, key: Path, node: int, when: str = "") -> tuple[int, str]:
+    """What comes of asking for a node's messages with a key."""
+    from flwr.proto.fleet_pb2 import PullMessagesRequest
+    from flwr.proto.node_pb2 import Node
+    from flwr.supercore.date import now
+
+    body = PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
+    headers = signed(key, when or now().isoformat())
+    return asked(three, "POST", "/v1/fleet/pull-messages", body, **headers)
+
+
+def node_of(three: Deployment, client: int) -> int:
+    nodes = Control.of(three.federation).nodes()
+    return next(node for node, (name, _) in nodes.items() if name == f"client{client}")
+
+
+def test_a_sites_key_opens_its_own_messages_only_and_a_request_once(three: Deployment, tmp_path: Path) -> None:
+    from flwr.supercore.date import now
+
+    own, other = (three.federation.client(c) / "client.key" for c in (0, 1))
+    node, when = node_of(three, 0), now().isoformat()
+    assert pulling(three, own, node, when)[0] == 200
+    again = pulling(three, own, node, when)
+    assert again == (401, "fedstill: this request was made before\n")
+    assert pulling(three, other, node)[0] == 401, "client 1's key, client 0's node"
+    certificates.make_client(tmp_path / "unknown.key")
+    assert pulling(three, tmp_path / "unknown.key", node)[0] == 401
+    assert pulling(three, own, node, "2020-01-01T00:00:00+00:00")[0] == 401
+    print(f"\nreplayed: {again[1].strip()}")
+
+
+def test_a_task_at_a_site_is_handed_out_to_its_own_program_only(three: Deployment) -> None:
+    member = folder.membership(three.federation.client(0))
+    three.until(lambda: "SuperNode ID" in three.log("client0"), "client 0 to be there")
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", member.port, timeout=60)) as connection:
+        connection.request("POST", "/v1/runtime/acquire-task", b"", {"content-type": "application/protobuf"})
+        status = connection.getresponse().status
+    print(f"\na stranger on the site's machine: {status}")
+    assert status == 401
+
+
+def test_a_foreign_app_through_the_operators_own_door_does_not_run(three: Deployment, tmp_path: Path) -> None:
+    control, marker = Control.of(three.federation), tmp_path / "it-ran"
+    run = control.start(foreign(tmp_path / "foreign", marker), {})
+    three.until(lambda: control.ended(run) is not None, "the run to end")
+    print(f"\nthe operator's foreign app: {control.ended(run)}")
+    assert "the app is not fedstill's" in str(control.ended(run))
+    assert not marker.exists()
+
+
+def test_a_stranger_cannot_start_a_run_with_flowers_own_client(three: Deployment, tmp_path: Path) -> None:
+    control = Control.of(three.federation)
+    stranger = Control(control.address, control.certificates, b"x" * 43)
+    for ask in (lambda: stranger.start(foreign(tmp_path / "foreign", tmp_path / "it-ran"), {}), stranger.nodes):
+        with pytest.raises(DeployFailed, match="403 fedstill: this path is the operator's"):
+            ask()
+
+
+@contextlib.contextmanager
+def hostile(place: Path, client: Path) -> Iterator[tuple[Control, folder.Federation]]:
+    """A server of Flower's own, without gate and without our programs, which has the federation's certificates."""
+    port = free_port()
+    federation = folder.init(place / "hostile", 1, ("127.0.0.1",), "127.0.0.1", port, "1.0")
+    command = [programs.program("flower-superlink"), "--host", "127.0.0.1", "--port", str(port)]
+    for option, name in {"ca-cert": "ca.crt", "cert": "server.crt", "key": "server.key"}.items():
+        command += [f"--ssl-{option}file", str(federation.server / name)]
+    command += ["--enable-supernode-auth", "--disable-runtime-dependency-installation"]
+    programs.write_link(federation, insecure=False)
+    control = Control.of(federation)
+    with (place / "hostile.log").open("wb") as log:
+        env = programs.environment(federation.server / "flwr")
+        with running(command, env, stdout=log, stderr=log) as process:
+            wait_for_port(federation, process)
+            control.register("client0", public_key(client / "client.key.pub"))
+            yield control, federation
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = 600.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
+        time.sleep(0.5)
+
+
+SENDS = """
+import pathlib, sys, time
+pathlib.Path({marker!r}).touch()
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+@app.main()
+def main(grid, context):
+    while not list(grid.get_node_ids()):
+        time.sleep(0.5)
+    (node,) = grid.get_node_ids()
+    said = pathlib.Path({said!r}).open("a")
+    for kind in ("train.stage", "query.whoami", "train"):
+        message = Message(RecordDict({{"ask": ConfigRecord()}}), node, kind, ttl=600)
+        (answer,) = grid.send_and_receive([message], timeout=300)
+        print(kind, answer.error if answer.has_error() else answer.content, file=said, flush=True)
+"""
+
+
+def test_a_site_runs_no_foreign_app_for_a_hostile_server(tmp_path: Path) -> None:
+    """The server runs the app's server half; the site refuses the client half by name, and none of its code runs."""
+    site = tmp_path / "site"
+    with hostile(tmp_path, tmp_path / "hostile/client0") as (control, federation):
+        shutil.copytree(federation.client(0), site)
+        text = (site / "client.toml").read_text()
+        (site / "client.toml").write_text(text.replace(f"port = {folder.NODE_PORT}", f"port = {free_port()}"))
+        app = foreign(tmp_path / "foreign", tmp_path / "site-ran-it")
+        server_half = SENDS.format(marker=str(tmp_path / "server-ran-it"), said=str(tmp_path / "said"))
+        (app / "fedstill_app/server_app.py").write_text(server_half)
+        command = fedstill_command("deploy", "client", str(site))
+        with (tmp_path / "site.log").open("wb") as log, running(command, beside_us(), stdout=log, stderr=log):
+            run = control.start(app, {})
+            until(lambda: control.ended(run) is not None, "the hostile run to end")
+    said = (tmp_path / "said").read_text()
+    print("\n" + said)
+    assert (tmp_path / "server-ran-it").exists(), "the hostile server ran its own half"
+    assert said.count("the app is not fedstill's") == 3
+    assert not (tmp_path / "site-ran-it").exists()
+    assert "refused or failed: the app is not fedstill's" in (tmp_path / "site.log").read_text()
+
+
+def test_a_site_that_poses_as_another_is_known_by_its_key(three: Deployment, tmp_path: Path) -> None:
+    """Client 1 says that it is client 0. It is asked as client 1, refuses, and the round goes on with the others."""
+    site = three.federation.client(1) / "site.toml"
+    before = site.read_text()
+    site.write_text(before.replace("client = 1", "client = 0"))
+    try:
+        done = over(three, experiment("fedavg", "parallel", rounds=1), tmp_path / "run")
+    finally:
+        site.write_text(before)
+    assert done.returncode == 0, done.stderr
+    acted = {e["client"]: e.get("refused", "") for e in events(tmp_path / "run") if e["event"] == "client"}
+    print(f"\n{acted}")
+    assert acted[0] == acted[2] == ""
+    assert "this site is client 0, not client 1" in acted[1]
+
+
+def test_a_revoked_key_opens_nothing_from_then_on(three: Deployment, tmp_path: Path) -> None:
+    place, listed = str(three.federation.folder), three.federation.server / "allowed" / "client2.pub"
+    text, node = listed.read_bytes(), node_of(three, 2)
+    key = tmp_path / "client.key"
+    key.write_bytes((three.federation.client(2) / "client.key").read_bytes())
+    assert pulling(three, key, node)[0] == 200
+    listed.unlink()
+    done = fedstill_("deploy", "admit", place)
+    print("\n" + done.stdout.strip())
+    assert "client2 is no longer let in: its key is not listed" in done.stdout
+    assert pulling(three, key, node)[0] == 401
+    listed.write_bytes(text)
+    again = fedstill_("deploy", "admit", place)
+    assert (
+        f"the server takes no key twice: make client 2 a new one with `fedstill deploy key {place} 2`" in again.stderr
+    )
+    assert fedstill_("deploy", "key", place, "2").returncode == 0
+    assert "client2 may connect from now on" in fedstill_("deploy", "admit", place).stdout
+    assert pulling(three, key, node)[0] == 401
+    three.kill("client2")
+    three.client(2)
+    assert pulling(three, three.federation.client(2) / "client.key", node_of(three, 2))[0] == 200
