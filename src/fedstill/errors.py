@@ -120,4 +120,4 @@ def cut_reason(text: str) -> str:
 
 def on_one_line(error: BaseException) -> str:
     """Another library's error, or a user's: its type and its text, cut to a line."""
-    return cut_reason(f"{type(error).__name__}: {error}")
+    return cut_reason(f"{type(error).__name__}: {error}".removesuffix(": "))
