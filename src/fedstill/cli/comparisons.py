@@ -97,6 +97,35 @@ def report(*directories: Path, out: Path | None = None, tensorboard: Path | None
     return 0
 
 
+@app.command(name="pack")
+def pack_command(directory: Path) -> int:
+    """Write the configs, journals and summaries of all runs below a directory to one file, DIRECTORY.tar.xz.
+
+    `fedstill report` and `fedstill reproduce --table` read it as they read the directory, which may then be deleted.
+
+    Args:
+        directory: A directory with runs below it.
+    """
+    from fedstill.experiment.run_directory import evidence
+
+    packed = evidence.pack(directory)
+    print(f"{packed}: {packed.stat().st_size / 1e3:,.0f} kB; `fedstill unpack {packed}` makes the directory again")
+    return 0
+
+
+@app.command(name="unpack")
+def unpack_command(file: Path) -> int:
+    """Make the directory again that `fedstill pack` wrote to a file.
+
+    Args:
+        file: A file RUNS.tar.xz.
+    """
+    from fedstill.experiment.run_directory import evidence
+
+    print(evidence.unpack(file))
+    return 0
+
+
 def carry_out(
     runs: Sequence[Variant],
     folder: Path,
@@ -114,9 +143,12 @@ def carry_out(
     from fedstill.experiment.comparing import compare as compared
     from fedstill.experiment.comparing.variants import with_starts
     from fedstill.experiment.run_directory.claim import claimed
+    from fedstill.experiment.run_directory.evidence import pack_of, restored
     from fedstill.report import terminal
 
     rounds = sum(v.settings.rounds for v in with_starts(runs))
+    if restored(folder):
+        print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
         with terminal.CompareBar(rounds, quiet=quiet) as bar:
             outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)

@@ -45,6 +45,7 @@ def reproduce(
     """
     from fedstill.experiment.comparing import recipes
     from fedstill.experiment.config.overrides import parse_overrides
+    from fedstill.experiment.run_directory.evidence import readable
     from fedstill.report import reproduced, terminal
 
     screen = terminal.console()
@@ -57,6 +58,7 @@ def reproduce(
     changes |= {"rounds": rounds} if rounds is not None else {}
     changes |= {"data.name": data} if data else {}
     folder = out or paper_table.folder(changes)
+    folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
     runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)

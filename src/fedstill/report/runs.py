@@ -12,6 +12,7 @@ from typing import Any
 
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.report.checks import check_events, check_looks, check_resumed
 
@@ -80,7 +81,8 @@ def find(directories: Sequence[Path]) -> list[Run]:
     Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
     """
     folders: dict[Path, Path] = {}
-    for directory in directories:
+    for named in directories:
+        directory = readable(named)
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
         run_folders = sorted(_below(directory), key=natural)
@@ -153,9 +155,12 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _below(directory: Path) -> Iterator[Path]:
+    """The folders of runs, also of those that are packed."""
     for config in directory.rglob(CONFIG):
         if (config.parent / JOURNAL).is_file():
             yield config.parent
+    for packed in packs_below(directory):
+        yield from _below(readable(packed))
 
 
 def _settings(path: Path) -> dict[str, Any]:

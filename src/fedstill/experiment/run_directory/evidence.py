@@ -1,0 +1,131 @@
+"""Finished runs as evidence: a folder of them in one compressed file, which is read like the folder."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+from fedstill.data.cache_folder import cache_folder
+from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.files import digest, make_folder, write_whole
+
+EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json"})
+"""The files that are packed: what was asked for, what happened, the numbers at the end. Models and pages are not."""
+
+SUFFIX = ".tar.xz"
+
+MOST = 2 << 30
+"""Bytes that a pack may unpack to."""
+
+
+def pack(folder: Path) -> Path:
+    """Write the evidence of all runs below a folder to FOLDER.tar.xz; the same runs give the same bytes.
+
+    Raises ConfigError if there is none, RunExists if the file exists with other runs.
+    """
+    files = sorted(_evidence(folder)) if folder.is_dir() else []
+    if not files:
+        raise ConfigError(f"{folder} holds no run; name a folder of runs")
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for path in files:
+            data = path.read_bytes()
+            entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
+            entry.size, entry.mtime = len(data), int(path.stat().st_mtime)
+            archive.addfile(entry, io.BytesIO(data))
+    packed = pack_of(folder)
+    data = lzma.compress(out.getvalue(), preset=9 | lzma.PRESET_EXTREME)
+    if packed.exists() and _names(packed) - {p.relative_to(folder).as_posix() for p in files}:
+        raise RunExists(f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack {packed}")
+    write_whole(packed, data)
+    return packed
+
+
+def pack_of(folder: Path) -> Path:
+    """The file that a folder is packed to: RUNS.tar.xz beside RUNS."""
+    return folder.with_name(folder.name + SUFFIX)
+
+
+def readable(path: Path) -> Path:
+    """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
+
+    A path that does not exist stands for the pack of that name, if there is one.
+    """
+    packed = path if path.name.endswith(SUFFIX) else pack_of(path)
+    if path.is_dir() or not packed.is_file():
+        return path
+    return _unpacked(packed, cache_folder() / "evidence" / digest(packed.read_bytes())[:20])
+
+
+def packs_below(folder: Path) -> Iterator[Path]:
+    """The packs in a folder, and in those below it, whose runs are not there unpacked as well."""
+    for packed in sorted(folder.rglob(f"*{SUFFIX}")):
+        if not packed.with_name(packed.name.removesuffix(SUFFIX)).is_dir():
+            yield packed
+
+
+def unpack(packed: Path) -> Path:
+    """Write a pack's files to the folder that was packed; raises RunExists if that folder holds anything."""
+    if not packed.name.endswith(SUFFIX) or not packed.is_file():
+        raise ConfigError(f"there is no pack {packed}; name a file RUNS{SUFFIX}")
+    folder = packed.with_name(packed.name.removesuffix(SUFFIX))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunExists(f"{folder} is there already; move it away first")
+    return _unpacked(packed, folder)
+
+
+def restored(folder: Path) -> bool:
+    """Unpack a folder's pack if the folder is not there, so that its runs can go on; whether that was done."""
+    if folder.exists() or not pack_of(folder).is_file():
+        return False
+    unpack(pack_of(folder))
+    return True
+
+
+def _unpacked(packed: Path, folder: Path) -> Path:
+    """The folder, whole or not there."""
+    if folder.is_dir():
+        return folder
+    making = folder.with_name(f"{folder.name}.unpacking")
+    shutil.rmtree(making, ignore_errors=True)
+    make_folder(making)
+    try:
+        with tarfile.open(packed, mode="r:xz") as archive:
+            _check(packed, archive.getmembers())
+            archive.extractall(making, filter="data")
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
+        shutil.rmtree(making, ignore_errors=True)
+        raise CorruptFile(f"{packed} cannot be unpacked: {error}") from error
+    making.replace(folder)
+    return folder
+
+
+def _check(packed: Path, members: list[tarfile.TarInfo]) -> None:
+    """Raises CorruptFile unless all members are files of evidence, and not too large."""
+    strange = [m.name for m in members if not m.isfile() or not _stays_inside(PurePosixPath(m.name))]
+    if strange:
+        raise CorruptFile(f"{packed} is no pack of runs: it holds {strange[0][:80]!r}")
+    if sum(m.size for m in members) > MOST:
+        raise CorruptFile(f"{packed} says that it unpacks to more than {MOST >> 30} GB")
+
+
+def _stays_inside(path: PurePosixPath) -> bool:
+    return path.name in EVIDENCE and not path.is_absolute() and ".." not in path.parts
+
+
+def _names(packed: Path) -> set[str]:
+    try:
+        with tarfile.open(packed, mode="r:xz") as archive:
+            return set(archive.getnames())
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
+        raise CorruptFile(f"{packed} cannot be read: {error}") from error
+
+
+def _evidence(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*"):
+        if path.name in EVIDENCE and path.is_file():
+            yield path

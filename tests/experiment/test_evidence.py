@@ -1,0 +1,158 @@
+"""Runs that are packed into one file are read as if they lay in their folder, and come back as they were."""
+
+from __future__ import annotations
+
+import io
+import lzma
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.cli import call
+from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory import evidence
+from fedstill.experiment.running.runner import run
+from fedstill.report.runs import find
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two finished runs below a folder."""
+    folder = tmp_path / "results/table"
+    for seed in (1, 2):
+        what = Experiment(rounds=1, seed=seed, threads=1, model="logistic", partition="iid", topology={"clients": 2})
+        run(what, folder / f"fedavg/seed{seed}", toys.blobs())
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.name in evidence.EVIDENCE}
+
+
+def gone(folder: Path) -> None:
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+
+
+def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
+    before = contents(runs)
+    assert len(before) == 6
+    packed = evidence.pack(runs)
+    assert packed.stat().st_size < sum(map(len, before.values()))
+    gone(runs)
+    assert evidence.unpack(packed) == runs
+    assert contents(runs) == before
+    assert sorted(p.name for p in (runs / "fedavg/seed1").iterdir()) == sorted(evidence.EVIDENCE)
+
+
+def test_the_same_runs_give_the_same_bytes(runs: Path) -> None:
+    first = evidence.pack(runs).read_bytes()
+    assert evidence.pack(runs).read_bytes() == first
+    gone(runs)
+    evidence.unpack(evidence.pack_of(runs))
+    assert evidence.pack(runs).read_bytes() == first
+
+
+def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
+    read = [(r.settings, r.rounds, r.written // 1) for r in find([runs])]
+    packed = evidence.pack(runs)
+    gone(runs)
+    for named in (packed, runs, runs.parent):
+        assert [(r.settings, r.rounds, r.written // 1) for r in find([named])] == read
+    assert not runs.exists()
+    evidence.unpack(packed)
+    assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"
+
+
+def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packed = evidence.pack_of(runs)
+    assert call(["pack", str(runs)]) == 0
+    assert str(packed) in capsys.readouterr().out
+    gone(runs)
+    assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
+    assert (runs.parent / "page.html").stat().st_size > 100_000
+    assert call(["unpack", str(packed)]) == 0
+    assert call(["unpack", str(packed)]) == 2
+    assert "is there already; move it away first" in capsys.readouterr().err
+    assert call(["pack", str(runs.parent / "nothing")]) == 2
+
+
+def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
+    packed = evidence.pack(runs)
+    before = packed.read_bytes()
+    gone(runs / "fedavg/seed2")
+    with pytest.raises(RunExists, match=r"holds runs that .* does not; unpack it first"):
+        evidence.pack(runs)
+    assert packed.read_bytes() == before
+
+
+def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
+    evidence.pack(runs)
+    assert not evidence.restored(runs)
+    gone(runs)
+    assert evidence.restored(runs)
+    assert len(find([runs])) == 2
+    assert not evidence.restored(runs.parent / "nothing")
+
+
+def tar(path: Path, *members: tarfile.TarInfo) -> Path:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for member in members:
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    path.write_bytes(lzma.compress(out.getvalue()))
+    return path
+
+
+def member(name: str, size: int = 3, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.type, entry.linkname = size, kind, link
+    return entry
+
+
+HOSTILE = {
+    "another file": member("a/model.safetensors"),
+    "a link": member("a/config.toml", 0, tarfile.SYMTYPE, "/etc/passwd"),
+    "a hard link": member("a/config.toml", 0, tarfile.LNKTYPE, "../../secret"),
+    "a device": member("a/config.toml", 0, tarfile.CHRTYPE),
+    "a path out of it": member("../../config.toml"),
+    "an absolute path": member("/tmp/elsewhere/config.toml"),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_pack_that_holds_anything_else_is_refused(what: str, tmp_path: Path) -> None:
+    place = tmp_path / "in/there"
+    place.mkdir(parents=True)
+    packed = tar(place / f"runs{evidence.SUFFIX}", HOSTILE[what])
+    with pytest.raises(CorruptFile, match="is no pack of runs: it holds"):
+        evidence.unpack(packed)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [packed]
+
+
+def test_a_pack_that_is_too_large_or_damaged_is_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = evidence.pack(runs)
+    gone(runs)
+    monkeypatch.setattr(evidence, "MOST", 1000)
+    with pytest.raises(CorruptFile, match="says that it unpacks to more than"):
+        evidence.readable(packed)
+    monkeypatch.undo()
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    data = packed.read_bytes()
+    for damaged in (data[: len(data) // 2], b"", b"no pack", data[:100] + bytes(50) + data[150:]):
+        packed.write_bytes(damaged)
+        with pytest.raises(CorruptFile, match="cannot be unpacked"):
+            evidence.readable(runs)
+    with pytest.raises(ConfigError, match="there is no pack"):
+        evidence.unpack(tmp_path / "nothing.tar.xz")
