@@ -19,7 +19,7 @@ from fedstill.engines.flower.messages import require_flower
 if TYPE_CHECKING:
     from flwr.supercore.runtime import RuntimeHttpClient
 
-POLL = 0.2
+POLL = 0.5
 """Seconds between two questions for a task."""
 
 AGAIN = 2.0
