@@ -13,6 +13,7 @@ import toys
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import CorruptFile
 from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.run_directory import journal
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Reply
@@ -45,6 +46,12 @@ POISON: dict[str, dict[str, Any]] = {
     "text for a loss": {"loss": "low"},
     "rows": {"noised_rows": "all"},
 }
+
+
+@pytest.fixture(autouse=True)
+def _said_again() -> None:
+    """A line is said once for each file; another test may have had a file of this name."""
+    journal._warn.cache_clear()
 
 
 @pytest.fixture(scope="module")
