@@ -35,22 +35,7 @@ from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
 from fedstill.models.contract import trainable_names
-from fedstill.records import (
-    NOTHING,
-    SERVER,
-    Carry,
-    Payload,
-    Plan,
-    Ran,
-    Reply,
-    Stage,
-    State,
-    Step,
-    Tensors,
-    View,
-    World,
-    many,
-)
+from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World, many
 from fedstill.registry import method
 from fedstill.trees import dtype_of, mean, scale
 from fedstill.work import ClientWork
@@ -154,4 +139,4 @@ class FusedAndAveraged(Fused):
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         sums = {k.removeprefix("sum."): v for k, v in ran.trace.items() if k.startswith("sum.")}
         models = float(ran.trace["models"])
-        return Payload(params={**params, **(scale(sums, 1 / models) if models else {})}), NOTHING
+        return Payload(params={**params, **(scale(sums, 1 / models) if models else {})}), Payload()
