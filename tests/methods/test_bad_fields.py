@@ -23,6 +23,7 @@ BELOW_ZERO = {
     "fedcurv": ["weight"],
     "moon": ["mu"],
     "fedavgm": ["momentum"],
+    "fedbe": ["samples", "spread", "after"],
     "fedalign": ["mu"],
     "kd_ntd": ["mix"],
     "cwc": ["weight", "decay"],
@@ -47,6 +48,7 @@ ZERO_TOO = {
     "fedntd_asd": ["temperature"],
     "moon": ["temperature"],
     "feddf": ["temperature"],
+    "fedbe": ["temperature", "concentration", "low"],
     "feddyn": ["alpha"],
     "fedavgm": ["server_lr"],
     "fedcurv": ["samples"],
@@ -66,6 +68,7 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "fedbe": ["cycle"],
     "pfnm": ["passes"],
     "clue": ["participants"],
     "naive_kd": ["participants"],
@@ -77,6 +80,8 @@ TOO_MUCH = [
     ("kd_ntd", "mix", 1.5),
     ("feddkd_groups", "first", 1.5),
     ("cwc", "decay", 1.5),
+    ("fedbe", "low", 1.5),
+    ("fedbe", "after", 1.5),
     ("sfedkd", "smoothing", 2.0),
     ("qkt", "threshold", 1.01),
     ("qkt", "frozen", 1.01),
@@ -94,6 +99,7 @@ OTHER = [
     ("fedcurv", "scope", "all"),
     ("feddyn", "aggregation", "median"),
     ("cwc", "memory", "queue"),
+    ("fedbe", "distribution", "laplace"),
     ("sfedkd", "teacher_choice", "best"),
     ("sfedkd", "distance", "cosine"),
     ("qkt", "phases", 3),
@@ -131,7 +137,7 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    zero = 0 if field == "subset" else 0.0
+    zero = 0 if field in ("samples", "subset") else 0.0
     made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 

@@ -109,7 +109,7 @@ def test_bad_values_are_one_clear_line(privacy: dict[str, float], says: str) -> 
         settle(experiment(**privacy))
 
 
-@pytest.mark.parametrize("method", ["fedavg", "feddf", "scaffold", "fedntd"])
+@pytest.mark.parametrize("method", ["fedavg", "feddf", "fedbe", "scaffold", "fedntd"])
 def test_methods_that_upload_no_logits_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"method {method} uploads none"):
         settle(experiment(method, **CLIP))

@@ -57,7 +57,8 @@ def gradient_diversity(gradients: list[Tensors]) -> float:
 
     gradients: one a client, named tensors of equal shapes, summed in float64. NaN without any, or if their mean is 0.
 
-    Source: FedNTD, eq. 20 to 25.
+    Source: FedNTD, eq. 8.
+    Reading: eq. 20 leaves out 1/K under the sum in the denominator, and would be this over K^2; we follow eq. 8.
 
     >>> gradient_diversity([{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 1.0])}])
     2.0

@@ -22,7 +22,7 @@ class Diversity(Measure):
 
     "gradients": of the mean cross-entropy on each client's own training data, in evaluation mode, without
     augmentation; the method has no part in it. "updates": of local weights minus received ones, which show what the
-    method did to it. Source: FedNTD, eq. 20 to 25.
+    method did to it. Source: FedNTD, eq. 8.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
