@@ -80,6 +80,25 @@ def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert [row[-1] for row in rows] == ["2", "0", "0"], "two seeds of one row are there, of the others none"
 
 
+def test_a_table_says_which_of_its_runs_have_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that are older than a change of the recipe are printed, but not as if they were the recipe's."""
+    monkeypatch.chdir(tmp_path)
+    small = ["-s", "topology.clients=6", "-s", "topology.sampled=3", "-s", "plan.epochs=1", "-s", "data.augment=[]"]
+    words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "1", "--seeds", "1", "-q", "--out", "r"]
+    words += [*small, "--cells", "full:*"]
+    assert call(words) == 0
+    assert "OTHER SETTINGS" not in capsys.readouterr().out
+    changed = ["-s", "method.alpha=2.0", "-s", "data.mean=[0.25]"]
+    assert call([*words, *changed, "--table"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of these runs have OTHER SETTINGS than the recipe has now: data.mean, method.alpha." in said
+    assert call([*words, *changed]) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "section", "model"),
     [
