@@ -170,7 +170,9 @@ class Passes(Protocol):
     def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or of another."""
 
-    def gradients(self, params: Tensors, examples: Examples, loss: Any, batch: int) -> Iterator[Tensors]:
+    def gradients(
+        self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
+    ) -> Iterator[Tensors]:
         """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
 
 
@@ -229,13 +231,13 @@ class View:
         return self.passes.logits(params, examples if only is None else examples.take(only), model).cpu()
 
     def gradients(
-        self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data"
+        self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data", seed: int | None = None
     ) -> Iterator[Tensors]:
         """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)``, in evaluation mode.
 
-        The examples come in an order that is fixed and mixes the classes; stop when there are enough.
+        The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as in training, from it.
         """
-        return self.passes.gradients(params, self._of(of), loss, batch)
+        return self.passes.gradients(params, self._of(of), loss, batch, seed)
 
     def _of(self, of: str) -> Examples:
         if of == "data":

@@ -117,6 +117,7 @@ RELOADED = [
     '[topology]\nkind = "public_logits"\nsampled = 3',
     'rounds = 1\n[topology]\nkind = "peer_to_peer"\nstudents = [1, 2]\n[partition]\nkind = "iid"\nseed = 5',
     'seed = 9223372036854775807\n[data]\nname = "a\\"b\\\\c ü"\n[plan]\nlr = 1e-9\nweight_decay = 0.1\nshuffle = false',
+    '[data]\nmean = [0.5]\nstd = [1, 0.25, 0.5]\nheld_out = "last"',
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fedstill.cli import call
 from fedstill.errors import UnknownName
 from fedstill.experiment.comparing import recipes
+from fedstill.experiment.config.settings import Settings
 
 
 @pytest.mark.parametrize("name", recipes.recipe_names())
@@ -78,6 +80,25 @@ def test_a_reduced_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert [row[-1] for row in rows] == ["2", "0", "0"], "two seeds of one row are there, of the others none"
 
 
+def test_a_table_says_which_of_its_runs_have_other_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs that are older than a change of the recipe are printed, but not as if they were the recipe's."""
+    monkeypatch.chdir(tmp_path)
+    small = ["-s", "topology.clients=6", "-s", "topology.sampled=3", "-s", "plan.epochs=1", "-s", "data.augment=[]"]
+    words = ["reproduce", "fedadkd/figure7", "--data", "digits", "--rounds", "1", "--seeds", "1", "-q", "--out", "r"]
+    words += [*small, "--cells", "full:*"]
+    assert call(words) == 0
+    assert "OTHER SETTINGS" not in capsys.readouterr().out
+    changed = ["-s", "method.alpha=2.0", "-s", "data.mean=[0.25]"]
+    assert call([*words, *changed, "--table"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of these runs have OTHER SETTINGS than the recipe has now: data.mean, method.alpha." in said
+    assert call([*words, *changed]) == 2
+    refused = " ".join(capsys.readouterr().err.split())
+    assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "section", "model"),
     [
@@ -134,3 +155,86 @@ def test_cells_can_be_named_on_a_command_line(name: str) -> None:
         assert not set(",") & set(row + column)
         assert ":" not in row
         assert (row, column) in recipe.cells([f"{row}:{column}"])
+
+
+def published(table: str, row: str, column: str) -> list[float]:
+    recipe = recipes.load_recipe(table)
+    return [recipe.published[row, column].values[m] for m in recipe.measures]
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "printed"),
+    [
+        ("qkt/table10", "QKT", "Path multi", [54.98, 54.56, -10.19, 55.06]),
+        ("qkt/table10", "QKT", "Dir single", [51.42, 44.00, -3.36, 33.39]),
+        ("qkt/table10", "student data", "Path multi", [54.60, 54.16, -10.37, 54.87]),
+        ("qkt/table10", "student data", "Dir single", [49.37, 41.30, -3.83, 30.99]),
+        ("qkt/table12", "QKT", "Dir multi", [63.12, 55.12, -33.31, 54.16]),
+        ("qkt/table13", "student data", "Dir multi", [67.11, 67.01, -28.33, 50.40]),
+        ("qkt/table21", "QKT", "Dir single", [51.42, 43.99, -3.36, 33.39]),
+        ("qkt/table23", "QKT", "Dir multi", [63.31, 55.11, -33.31, 54.16]),
+        ("qkt/table24", "QKT Light", "Dir multi", [67.09, 67.01, -28.33, 50.39]),
+    ],
+)
+def test_a_number_is_that_of_the_table_which_the_recipe_names(
+    table: str, row: str, column: str, printed: list[float]
+) -> None:
+    """QKT's tables 9 to 13 print some numbers of tables 20 to 24 again, with other digits."""
+    assert published(table, row, column) == printed
+
+
+def cell(name: str, row: str, column: str, out: Path) -> Settings:
+    return recipes.load_recipe(name).variants([(row, column)], [1], {}, out)[0].settings
+
+
+@pytest.mark.parametrize("row", ["var-E", "uniform"])
+def test_a_column_may_set_fields_of_the_rows_methods(row: str, tmp_path: Path) -> None:
+    """QKT's lambda is larger for CIFAR-100 than for other data."""
+    columns = recipes.load_recipe("qkt/table19").columns
+    assert len(columns) == 20
+    for column in columns:
+        method = cell("qkt/table19", row, column, tmp_path).method
+        assert method.query_weight == (3.0 if column.startswith("CIFAR-100") else 1.5)  # type: ignore[attr-defined]
+
+
+def test_a_rows_own_fields_come_before_its_columns() -> None:
+    recipe = replace(
+        recipes.load_recipe("qkt/table19"),
+        rows={"named": {"method": "qkt"}, "own": {"method": {"name": "qkt", "query_weight": 2.0}}},
+        columns={"c": {"method": {"query_weight": 3.0, "threshold": 0.5}}, "none": {}},
+    )
+    made = {v.label: v.settings.method for v in recipe.variants(recipe.cells(), [1], {}, Path("nowhere"))}
+    assert {k: (m.query_weight, m.threshold) for k, m in made.items()} == {  # type: ignore[attr-defined]
+        "named | c": (3.0, 0.5),
+        "own | c": (2.0, 0.5),
+        "named | none": (1.5, 0.01),
+        "own | none": (2.0, 0.01),
+    }
+
+
+def test_figure_3s_second_panel_has_the_true_class_term_of_the_tables(tmp_path: Path) -> None:
+    recipe = recipes.load_recipe("fedadkd/figure3")
+    made = {row: cell("fedadkd/figure3", row, "LDA .1", tmp_path).method for row in recipe.rows if row != "FedNTD"}
+    terms = {row: (m.tckd, m.nckd_mode) for row, m in made.items()}  # type: ignore[attr-defined]
+    assert len(terms) == 10
+    assert {t for row, t in terms.items() if row.startswith("original")} == {("binary", "zero")}
+    assert {t for row, t in terms.items() if row.startswith("removed")} == {("target", "removed")}
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "figure5", "figure5c"])
+def test_cwc_has_the_weight_with_which_it_does_not_diverge(name: str, tmp_path: Path) -> None:
+    rows = {r for r, _ in recipes.load_recipe(f"sfedkd/{name}").cells() if r.startswith("CWC")}
+    assert rows
+    for row in rows:
+        column = next(c for r, c in recipes.load_recipe(f"sfedkd/{name}").cells() if r == row)
+        assert cell(f"sfedkd/{name}", row, column, tmp_path).method.weight == 0.01  # type: ignore[attr-defined]
+
+
+def test_every_dirichlet_split_of_qkt_gives_each_client_ten_examples(tmp_path: Path) -> None:
+    found = 0
+    for name in recipes.recipe_names():
+        for column in recipes.load_recipe(name).columns.values() if name.startswith("qkt/") else ():
+            split = column.get("partition", {})
+            found += split.get("kind") == "dirichlet"
+            assert split.get("kind") != "dirichlet" or split.get("min_size") == 10
+    assert found > 20

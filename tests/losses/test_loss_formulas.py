@@ -63,6 +63,31 @@ def test_cross_entropy_is_its_formula(tau: float) -> None:
     torch.testing.assert_close(losses.cross_entropy(s, y), torch.nn.functional.cross_entropy(s, y, reduction="none"))
 
 
+@pytest.mark.parametrize("floor", [1e-8, 1e-3, 0.5])
+@pytest.mark.parametrize("tau", [0.01, 0.5, 4.0])
+def test_cross_entropy_over_a_floor_is_its_formula_and_has_its_gradient(tau: float, floor: float) -> None:
+    s, _, y = draw(1)
+    s.requires_grad_()
+    value = losses.cross_entropy(s, y, tau, floor)
+    p = np.array([softmax(row / tau) for row in s.detach().numpy()])
+    own = p[np.arange(len(y)), y]
+    np.testing.assert_allclose(value.detach().numpy(), -np.log(own + floor), rtol=1e-9, atol=1e-12)
+    (slope,) = torch.autograd.grad(value.sum(), s)
+    hot = np.eye(p.shape[1])[y]
+    np.testing.assert_allclose(slope.numpy(), (own / (own + floor))[:, None] * (p - hot) / tau, atol=1e-9)
+
+
+def test_a_floor_bounds_the_loss_of_a_cold_client() -> None:
+    """At temperature 0.01 a difference of 4 between two logits is one of 400."""
+    z, y = torch.tensor([[4.0, 0.0]], dtype=torch.float32, requires_grad=True), torch.tensor([1])
+    free, bounded = losses.cross_entropy(z, y, 0.01), losses.cross_entropy(z, y, 0.01, 1e-8)
+    assert float(free.detach()) == pytest.approx(400)
+    assert float(bounded.detach()) == pytest.approx(-np.log(1e-8))
+    slopes = [torch.autograd.grad(v.sum(), z)[0].abs().max() for v in (free, bounded)]
+    assert float(slopes[0]) == pytest.approx(100)
+    assert float(slopes[1]) == 0
+
+
 @pytest.mark.parametrize("tau", TEMPERATURES)
 def test_masked_kl_is_its_formula(tau: float) -> None:
     s, t, _ = draw(2)

@@ -25,6 +25,7 @@ def several(t: Tensor) -> Tensor:
 TABLE: dict[str, Loss] = {
     "cross_entropy": lambda s, t, y: losses.cross_entropy(s, y),
     "cross_entropy, cold": lambda s, t, y: losses.cross_entropy(s, y, 0.01),
+    "cross_entropy, cold, over a floor": lambda s, t, y: losses.cross_entropy(s, y, 0.01, 1e-8),
     "kd": lambda s, t, y: losses.kd(s, t),
     "kd, cold": lambda s, t, y: losses.kd(s, t, 0.01),
     "kd, hot": lambda s, t, y: losses.kd(s, t, 4.0),

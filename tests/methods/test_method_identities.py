@@ -16,7 +16,7 @@ from fedstill import registry
 from fedstill.experiment.explain import arithmetic
 from fedstill.methods.fedadkd import FedADKD
 from fedstill.methods.fedcurv import Curved, FedCurv
-from fedstill.records import Carry, Payload
+from fedstill.records import Carry, Payload, Stage
 
 EVEN = {"partition": "iid"}
 ONE_CLASS_EACH = {"partition": {"kind": "sharding", "shards": 1}, "topology": {"clients": 5}}
@@ -103,7 +103,7 @@ def test_fedcurvs_pull_has_the_gradient_of_its_quadratics() -> None:
         "fisher_params": {"w": sum(u["w"] * v["w"] for u, v in zip(us, ws, strict=True))},
     }
     step = SimpleNamespace(params={"w": w}, y=torch.zeros(1, dtype=torch.int64), logits=lambda: torch.zeros(1, 2))
-    terms = Curved(FedCurv(weight=0.3), "train").terms(step, Carry({}, constants={"others": others}))  # type: ignore[arg-type]
+    terms = Curved(FedCurv(weight=0.3), Stage(1, 0, "train", (0,))).terms(step, Carry({}, constants={"others": others}))  # type: ignore[arg-type]
     (slope,) = torch.autograd.grad(terms["pull"], w)
     expected = sum(2 * 0.3 * u["w"] * (w - v["w"]) for u, v in zip(us, ws, strict=True))
     torch.testing.assert_close(slope, expected)

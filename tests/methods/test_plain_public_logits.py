@@ -142,6 +142,25 @@ def test_hiper(name: str, kind: str, change: Callable[[Tensor], Tensor], absent:
     fed.compare()
 
 
+def test_hiper_over_a_floor() -> None:
+    """Large, so that it matters: 0.2 is added to the probability of the label."""
+    split = {"kind": "dirichlet", "alpha": 0.5, "min_size": 4}
+    method = {"name": "hiper_fedkd", "temperature": 2.0, "decay": 1.5, "floor": 0.2}
+    ready = federation(method, partition=split, plan={"lr": 0.005, "momentum": 0.0, "batch": 8})
+    fed, taus = Plainly(ready, held=0.2, shuffled=False), temperatures(ready, "exponential", False, 1.5)
+    for round in (1, 2):
+        for c in CLIENTS:
+
+            def loss(z: Tensor, y: Tensor, tau: float = taus[c]) -> Tensor:
+                return -((z / tau).softmax(1)[torch.arange(len(y)), y] + 0.2).log().mean()
+
+            fed.fit(c, round, 0, *fed.own(c), loss)
+        target = sum(scored(fed.says(c)) for c in CLIENTS) / 4
+        for c in (SERVER, *CLIENTS):
+            fed.fit(c, round, 1 if c == SERVER else 2, fed.public, target, kl_at(2.0, scored), public=True)
+    fed.compare()
+
+
 @pytest.mark.parametrize("aggregation", ["era", "mean"])
 @pytest.mark.parametrize("subset", [0, 20])
 def test_dsfl(aggregation: str, subset: int) -> None:

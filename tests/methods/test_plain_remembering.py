@@ -68,6 +68,32 @@ def test_fedcurv(scope: str) -> None:
         check(memory.load(c).tensors("fisher"), u)
 
 
+def test_fedcurvs_information_is_that_of_augmented_images() -> None:
+    """A mirrored image is drawn for every other one, from the run's seed, the stage and the client."""
+    ready = ready_for({"name": "fedcurv", "samples": SAMPLES}, data={"augment": ("flip",)})
+    fed, params = Federation(ready), Federation(ready).start
+    stage = ready.settings.topology(2, ready.world)[0]
+    client = stage.clients[0]
+    (x, y), view = fed.data(client), ready.sites.view(client, stage)
+    draw, total, batches = generator(seed_for(7, 2, 0, client, "fisher")), {}, 0
+    for index in torch.randperm(len(y), generator=generator(0)).split(PLAN["batch"]):
+        turned = torch.rand(len(index), generator=draw) < 0.5
+        model, some = fed.net(params), x[index].clone()
+        some[turned] = some[turned].flip(-1)
+        ce(model, some, y[index]).backward()
+        total = {k: total.get(k, 0) + p.grad**2 for k, p in model.named_parameters()}
+        batches += 1
+        if batches * PLAN["batch"] > SAMPLES:
+            break
+    work = ready.settings.method.work(stage)
+    found = work.fisher(params, view, ready.world, params)  # type: ignore[attr-defined]
+    pixels = 1e-6  # augmented images are float32, as in training
+    for key, value in total.items():
+        torch.testing.assert_close(found[key], value / batches, rtol=1e-5, atol=pixels)
+    plain = fisher(fed, params, client)
+    assert max(float((found[k] - plain[k]).abs().max()) for k in plain) > 100 * pixels
+
+
 @pytest.mark.parametrize("model", [{"name": "mlp", "hidden": (8,)}, {"name": "mlp", "hidden": (8,), "projection": 6}])
 def test_moon(model: dict[str, object]) -> None:
     mu, temperature = 2.0, 0.4

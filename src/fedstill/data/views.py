@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,8 +22,8 @@ class SiteViews:
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
     Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
     ``own_test``: the test set of a real site, which stays there.
-    ``plans`` say by stage what share of its own data a client holds out. ``queries``:
-    what clients ask for. ``passes``: how a model is run over data.
+    ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
+    of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data.
     """
 
     train: Examples
@@ -38,6 +39,7 @@ class SiteViews:
     own_test: Examples | None = None
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
+    held_out: Literal["last"] | None = None
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
@@ -77,6 +79,10 @@ class SiteViews:
 
     def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
         part = self.parts[client]
+        if self.held_out == "last" and share > 0 and len(part) > 1:
+            rounded = int((1 - share) * len(part))  # down, as in HiPer-FedKD's notebooks
+            kept = min(max(1, rounded), len(part) - 1)
+            return part[:kept], part[kept:]
         held = max(1, round(share * len(part))) if share > 0 and len(part) > 1 else 0
         if not held:
             return part, part[:0]

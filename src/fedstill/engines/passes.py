@@ -39,15 +39,22 @@ class ModelPasses:
         """Penultimate features (n, D) in the order of the examples."""
         return self._each(contract.features, params, images)
 
-    def gradients(self, params: Tensors, examples: Examples, loss: Any, batch: int) -> Iterator[Tensors]:
-        """For each batch of a fixed mixed order, the gradient of its mean ``loss(logits, labels) -> (B,)``."""
+    def gradients(
+        self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
+    ) -> Iterator[Tensors]:
+        """For each batch of a fixed mixed order, the gradient of its mean ``loss(logits, labels) -> (B,)``.
+
+        ``seed``: what images are augmented from, as in training; without one they are as they are.
+        """
         m = contract.module(self.model, "frozen").eval()
         names = contract.trainable_names(self.model)
         order = torch.randperm(len(examples), generator=generator(0))
+        varied = None if seed is None else generator(seed)
         for index in torch.split(order, batch):
             on_device = {k: channels_last(v.detach().to(examples.images.device, copy=True)) for k, v in params.items()}
             leaves = {k: v.requires_grad_(k in names) for k, v in on_device.items()}
-            x = channels_last(self.inputs.plain(examples.images[index]))
+            images = examples.images[index]
+            x = channels_last(self.inputs.trained_on(images, varied) if varied else self.inputs.plain(images))
             loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)

@@ -7,6 +7,8 @@ State: the global parameters; fisher, fisher_params = the sums of u_k and v_k ov
 trained parameter; counted = 1 for each client whose u_k is in them, else 0, (clients,).
 Memory: fisher, fisher_params = the client's own u_k and v_k of its last run.
 Reading: FedCurv's paper sums over the last round's clients, FedNTD's code over all clients ever seen; ``scope``.
+Reading: the information is that of the images as they are trained on, augmented if the run augments, as in FedNTD's
+code; FedCurv's paper augments nothing. The network is in evaluation mode, as there.
 Reading: FedNTD's code decrements the global sum in place, so that later clients of a round miss earlier ones; not here.
 """
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedstill.fields import Count, NonNegative
+from fedstill.keys import seed_for
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
@@ -62,7 +65,7 @@ class FedCurv(FedAvg):
         return Payload({"params": state.params, **sums}, counted=counted)
 
     def work(self, stage: Stage) -> ClientWork:
-        return Curved(self, stage.name)
+        return Curved(self, stage)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
@@ -86,7 +89,7 @@ class Curved(ClientWork):
     """Cross-entropy and lambda (<P, w^2> - 2 <Q, w>); afterwards the client's own Fisher information, as a change."""
 
     method: FedCurv
-    stage: str
+    stage: Stage
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         names = ("fisher", "fisher_params")
@@ -101,16 +104,17 @@ class Curved(ClientWork):
         return {**super().terms(step, carry), "pull": self.method.weight * pull}
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        fisher = self.fisher(params, view, world.plans[self.stage].batch, carry["own"]["fisher"])
+        fisher = self.fisher(params, view, world, carry["own"]["fisher"])
         new = {"fisher": fisher, "fisher_params": {k: fisher[k] * params[k] for k in fisher}}
         whole = self.method.scope == "last_round"
         up = new if whole else {g: sub(new[g], carry["own"][g]) for g in new}
         return Payload({"params": params, **up}), Payload(new)
 
-    def fisher(self, params: Tensors, view: View, batch: int, like: Tensors) -> Tensors:
+    def fisher(self, params: Tensors, view: View, world: World, like: Tensors) -> Tensors:
         """The mean over batches of the squared gradient of a batch's mean cross-entropy, over ``samples`` examples."""
-        total, batches = zeros_like(like), 0
-        for grads in view.gradients(params, cross_entropy, batch):
+        total, batches, batch = zeros_like(like), 0, world.plans[self.stage.name].batch
+        seed = seed_for(world.seed, self.stage.round, self.stage.index, view.client, "fisher")
+        for grads in view.gradients(params, cross_entropy, batch, seed=seed):
             total = {k: total[k] + grads[k] ** 2 for k in total}
             batches += 1
             if batches * batch > self.method.samples:

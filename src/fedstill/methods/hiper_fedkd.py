@@ -16,6 +16,8 @@ Reading: Algorithm 1 prints no T^2 before the divergence, the notebook has it; w
 Reading: the text clamps T_k to [0.05, 0.99], the notebook to [0.01, 0.99]: ``low`` is 0.01. Classes that a client lacks
 are left out of s_k as in the notebook; ``count_absent`` follows the text.
 Reading: the notebook pairs the last batch of the public set with the logits of other images; here they are its own.
+Reading: the notebooks add 1e-8 to the label's probability before the logarithm, the paper's formula does not:
+``floor``. Where a cold client's probability is far below it, the notebook's loss has no gradient.
 Reading: label counts of a client that sent none are unknown: it trains at ``high``, as if it were like all others.
 """
 
@@ -30,7 +32,7 @@ from torch import Tensor
 from fedstill.errors import ConfigError
 from fedstill.fields import NonNegative, Positive, PositiveShare
 from fedstill.labels import client_temperature, heterogeneity_score, proportions
-from fedstill.losses import kd, standardize
+from fedstill.losses import cross_entropy, kd, standardize
 from fedstill.methods.public_logits import DISTIL, LOCAL, TEACH, LogitExchange
 from fedstill.records import Plan, State
 from fedstill.registry import method
@@ -75,6 +77,8 @@ class HiPerFedKD(LogitExchange):
     """Highest temperature of a client's cross-entropy."""
     count_absent: bool = False
     """Whether classes that a client lacks count in its heterogeneity."""
+    floor: PositiveShare | None = None
+    """What is added to the label's probability before its logarithm, in local training; unset: nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,6 +99,9 @@ class HiPerFedKD(LogitExchange):
         everybody = proportions(labels[labels.any(1)]).mean(0)
         score = heterogeneity_score(proportions(labels[client]), everybody, self.count_absent)
         return client_temperature(score, self.temperatures, self.low, self.high, self.decay)
+
+    def from_labels(self, logits: Tensor, labels: Tensor, temperature: float | Tensor) -> Tensor:
+        return cross_entropy(logits, labels, temperature, self.floor or 0.0)
 
     def answers(self, logits: Tensor) -> Tensor:
         return standardize(logits) if self.z_score else logits

@@ -58,6 +58,10 @@ class LogitExchange(Method):
         """The temperature of a client's cross-entropy."""
         return 1.0
 
+    def from_labels(self, logits: Tensor, labels: Tensor, temperature: float | Tensor) -> Tensor:
+        """The loss of local training, one value per example."""
+        return cross_entropy(logits, labels, temperature)
+
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         if not 0 < self.subset < world.public:
             return state
@@ -110,7 +114,7 @@ class TrainThenPredict(ClientWork):
         return Carry(own_model(memory, view, world), constants=constants)
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return {"ce": cross_entropy(step.logits(), step.y, carry["temperature"])}
+        return {"ce": self.method.from_labels(step.logits(), step.y, carry["temperature"])}
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         logits = view.logits(params, "public", carry["subset"])

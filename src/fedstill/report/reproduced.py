@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from fedstill.experiment.comparing.compare import other_settings
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report.numbers import COLUMNS, Spread, spread
@@ -35,7 +36,7 @@ LAST_TEN = "mean_accuracy_last_10"
 def paper_tables(
     recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
 ) -> Iterator[RenderableType]:
-    """The title, what makes it a reduced run if anything does, and one table for each column.
+    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a table for each column.
 
     width: how many characters a line may have; a wider table comes in parts.
     """
@@ -46,6 +47,9 @@ def paper_tables(
             f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared with the paper's; "
             "differences between rows may be."
         )
+    if others := [other for run in runs if (other := other_settings(run))]:
+        keys = ", ".join(sorted({key for other in others for key in other}))
+        yield Text(f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}.")
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
         rows, summaries = [r for r, c in cells if c == column], _found(runs)

@@ -150,12 +150,26 @@ def _finish(outcome: Outcome, future: Future[Answer]) -> None:
 
 def check_folder(variant: Variant) -> None:
     """Raise RunExists for a folder that holds a run of other settings than a variant's."""
+    if other := other_settings(variant):
+        raise RunExists(f"{variant.folder} holds a run with other settings ({', '.join(other)}); choose another --out")
+
+
+def other_settings(variant: Variant) -> list[str]:
+    """The dotted keys of which the run in a variant's folder has other values; none where there is no run."""
     from fedstill.experiment.running.runner import settings_of
 
-    wanted = variant.settings
-    there = (variant.folder / "config.toml").is_file()
-    if there and _defining(settings_of(variant.folder), wanted) != _defining(wanted, wanted):
-        raise RunExists(f"{variant.folder} holds a run with other settings; choose another --out")
+    if not (variant.folder / "config.toml").is_file():
+        return []
+    wanted = _flat(_defining(variant.settings, variant.settings))
+    there = _flat(_defining(settings_of(variant.folder), variant.settings))
+    return sorted(k for k in {*wanted, *there} if wanted.get(k) != there.get(k))
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    flat = dict[str, Any]()
+    for key, value in tree.items():
+        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
+    return flat
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:

@@ -46,6 +46,7 @@ class Published:
 class Recipe:
     """A table: rows (methods, mostly) × columns (settings), each a part of a config, over what all have in common.
 
+    Of two that have the same table the row's stands; but of ``[method]`` a column may set fields of the rows' methods.
     ``starts``: further runs by name, from whose models the cells start that say ``start_from = "NAME"``.
     """
 
@@ -83,7 +84,7 @@ class Recipe:
         """
         runs = []
         for row, column in cells:
-            tree = {**self.common, **self.columns[column], **self.rows[row]}
+            tree = self._tree(row, column)
             folder = _folder(out, f"{column} {row}")
             for seed in seeds:
                 start = tree.get("start_from", "")
@@ -93,6 +94,13 @@ class Recipe:
                 experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
                 runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
         return runs
+
+    def _tree(self, row: str, column: str) -> dict[str, Any]:
+        """The config of a cell."""
+        tree = {**self.common, **self.columns[column], **self.rows[row]}
+        fields, method = self.columns[column].get("method", {}), self.rows[row].get("method", {})
+        named = {"name": method} if isinstance(method, str) else method
+        return {**tree, "method": {**fields, **named}} if fields else tree
 
     def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
         if name not in self.starts:

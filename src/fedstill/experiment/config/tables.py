@@ -1,16 +1,19 @@
 """The tables of a config as typed records: a new key is a field here, and nothing else.
 
-The order of fields is the order of keys in a run's config.toml.
+The order of fields is the order of keys in a run's config.toml. A key that is unset (None) is not written there: so
+runs that were begun before there was such a key keep their bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
 
 from fedstill.engines.precision import Precision
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, as_table
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, Share, as_table
 from fedstill.wire.screen import MAX_EXAMPLES, MostExamples, Rules
 
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
@@ -46,7 +49,7 @@ class TopKeys:
 
 @dataclass(frozen=True)
 class DataTable:
-    """``[data]``: which set, how training images vary, how much of it (0 = all), stratified; the public set."""
+    """``[data]``: which set, how training images vary, how much of it (0 = all); the public set; its pixels."""
 
     name: str = "digits"
     """The data set: a registered name, a folder, a file of yours, or owner/name on the Hugging Face hub."""
@@ -70,6 +73,12 @@ class DataTable:
     """Whether the labels of public images are used, for measures and FedMD's first stage."""
     public_resize: bool = False
     """Whether public images are brought to the size and channels of the run's images."""
+    mean: Annotated[tuple[Share, ...], Len(1, 1000)] | None = None
+    """What is subtracted from pixels in [0, 1]: a number a channel, or one for all; unset: the data set's mean."""
+    std: Annotated[tuple[PositiveShare, ...], Len(1, 1000)] | None = None
+    """What they are divided by then: a number a channel, or one for all; unset: the data set's spread."""
+    held_out: Literal["last"] | None = None
+    """Which of its data a client holds out for validation: the last in the split's order; unset: drawn by seed."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.measures.base import at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
@@ -83,7 +84,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     """
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
-    dataset = dataset or read_data(settings)
+    dataset = with_pixels(dataset or read_data(settings), settings.data)
     train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
     test = some_of(dataset.test, settings.data.test_size, "test_size")
     classes, shape = len(dataset.classes), tuple(dataset.train.images.shape[1:])
@@ -125,6 +126,7 @@ def sites_of(
         own_test=there(own_test),
         queries=world.queries,
         labelled=settings.method.labelled,
+        held_out=settings.data.held_out,
     )
 
 
@@ -135,6 +137,25 @@ def read_data(settings: Settings) -> Dataset:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
     return load_dataset(data.name, folder=data.folder or None, **columns)
+
+
+def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
+    """The data set, its pixels as ``data.mean`` and ``data.std`` say; raises ConfigError for a wrong length."""
+    channels = dataset.input_shape[0]
+    mean, std = (_by_channel(k, getattr(data, k), channels, dataset) for k in ("mean", "std"))
+    return replace(dataset, mean=mean, std=std)
+
+
+def _by_channel(key: str, values: tuple[float, ...] | None, channels: int, dataset: Dataset) -> tuple[float, ...]:
+    if values is None:
+        return tuple(getattr(dataset, key))
+    if len(values) not in (1, channels):
+        raise ConfigError(
+            f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} channel(s); "
+            f"give {' or '.join(sorted({'1', str(channels)}))}"
+        )
+    own = tuple(float(v) for v in values)
+    return own * channels if len(own) == 1 else own
 
 
 def _no_data(settings: Settings) -> Dataset:
