@@ -137,6 +137,7 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     shown = [
         *([] if asked else [m for m in COLUMNS if m.key in usual]),
         *asked,
+        *(m for m in COLUMNS if m.key.startswith("leakage/") and any(g.mean_spread(m.key) for g in compared)),
         *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []
