@@ -16,6 +16,8 @@ import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running import runner
 from fedstill.report.features import smoothed
+from fedstill.report.groups import groups
+from fedstill.report.leaks import leak_rows
 from fedstill.report.page import write_page
 
 ALL = ["local", "epochs", "alignment", "divergence", "diversity", "personal", "units", "tsne", "landscape", "sphere"]
@@ -194,7 +196,14 @@ def test_what_leaks_before_and_after_privacy_stands_in_the_table(tmp_path: Path)
         local, ends = seen(tmp_path / f"n{noise}", "leakage")
         for numbers in (local["seen"]["loss"], local["raw"]["likelihood_ratio"], ends["global"]["loss"]):
             low, high = numbers["auc_interval"]
-            assert f"{numbers['auc']:.3f} ({low:.3f}–{high:.3f})" in table
+            assert f"{100 * numbers['auc']:.2f} ({100 * low:.2f}–{100 * high:.2f})" in table
+        shown = leak_rows(groups([tmp_path / f"n{noise}"]), ends=False)
+        assert [cells[:2] for _, cells in shown][::4] == [
+            ["what the server sees", "the loss"],
+            ["the global model", "the loss"],
+        ]
+        numbers = local["seen"]["loss"]
+        assert shown[0][1][2:] == [f"{100 * numbers[k]:.2f}" for k in ("auc", "tpr_at_0.001", "tpr_at_0.01")]
     dotted = [t for f in sections(text)["leakage"] for t in f["data"] if t.get("line", {}).get("dash") == "dot"]
     assert {t["name"] for t in dotted} == {f"hiper_fedkd, noise={n}, before privacy" for n in (0.1, 5.0)}
 

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.metrics.membership import GRID, RATES
-from fedstill.report.figures import MOST_IN_LEGEND, SHARE, Figure, Style, layout, lines, named, rounded
+from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style, layout, lines, named, rounded
 from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
-from fedstill.report.markup import Cell, Html, choice, figure, grid, html_table, key, labelled, section, sentence
+from fedstill.report.markup import Html, choice, figure, grid, html_table, key, labelled, section, sentence
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.series import over_seeds
 
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
+HEAD = ("", "attack on", "by", "AUC [%]", *(f"found at {100 * rate:g} % false [%]" for rate in RATES))
+AREA = {"tickformat": ".2f"}
 LOWEST = 1e-3
 
 
@@ -31,12 +33,12 @@ def leaks(groups: Sequence[Group], style: Style) -> Html | None:
     figures = []
     if attacks:
         by_round = "What the server sees: area under the curve by round, all clients of a stage with one threshold."
-        drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **SHARE) for k in attacks.values()]
+        drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **AREA) for k in attacks.values()]
         figures.append(figure(drawn, by_round, "Area under the curve by round", "attack"))
         curves = (
             "Members found against others taken for members, in the last measured round of the first seed; both "
             "axes are logarithmic. Dashed grey: a coin. Dotted: before privacy. What matters is the left end: who is "
-            "found there is found for sure."
+            "found there is found almost for sure."
         )
         drawn = [_curves(groups, style, k) for k in attacks.values()]
         figures.append(figure(drawn, curves, "Members found", "attack"))
@@ -48,32 +50,37 @@ def leaks(groups: Sequence[Group], style: Style) -> Html | None:
     return section("What uploads leak", sentence(says), *parts, sentence(table), _table(groups, style), name="leakage")
 
 
-def _table(groups: Sequence[Group], style: Style) -> Html:
-    rates = [f"tpr_at_{rate}" for rate in RATES]
-    head: list[Cell] = ["", "attack on", "by", "AUC", *(f"found at {100 * r:g} % false [%]" for r in RATES)]
-    body: list[list[Cell]] = []
+def leak_rows(groups: Sequence[Group], ends: bool = True) -> list[tuple[Group, list[str]]]:
+    """Each attack on each group in the last measured round: on what, by what, area in %, members found in %.
+
+    ends: with the interval of the first seed.
+    """
+    keys, out = ("auc", *(f"tpr_at_{rate}" for rate in RATES)), []
     for group in groups:
         for side, at in SIDES.items():
             for name, attack in ATTACKS.items():
-                path = f"leakage/{at}/{attack}"
-                if over_seeds(group, f"{path}/auc").rounds:
-                    cells = [
-                        _cell(group, at, attack, "auc", 1, 3),
-                        *(_cell(group, at, attack, r, 100, 2) for r in rates),
-                    ]
-                    body.append([labelled(group, style), side, name, *cells])
-    return html_table(head, body, "numbers wide")
+                if over_seeds(group, f"leakage/{at}/{attack}/auc").rounds:
+                    said = [_said(group, at, attack, number) for number in keys]
+                    intervals = [_interval(group, at, attack, number) if ends else "" for number in keys]
+                    out.append((group, [side, name, *map("".join, zip(said, intervals, strict=True))]))
+    return out
 
 
-def _cell(group: Group, side: str, attack: str, number: str, scale: float, digits: int) -> str:
-    series = over_seeds(group, f"leakage/{side}/{attack}/{number}")
+def _table(groups: Sequence[Group], style: Style) -> Html:
+    return html_table(HEAD, [[labelled(group, style), *cells] for group, cells in leak_rows(groups)], "numbers wide")
+
+
+def _said(group: Group, side: str, attack: str, number: str) -> str:
+    return over_seeds(group, f"leakage/{side}/{attack}/{number}").values[-1].text(100)
+
+
+def _interval(group: Group, side: str, attack: str, number: str) -> str:
     look = _last(group, side)
-    ends = ""
-    if look is not None:
-        with reading(look) as event:
-            low, high = (scale * float(v) for v in event[side][attack][f"{number}_interval"])
-        ends = f" ({low:.{digits}f}–{high:.{digits}f})"
-    return series.values[-1].text(scale, digits) + ends
+    if look is None:
+        return ""
+    with reading(look) as event:
+        low, high = (100 * float(v) for v in event[side][attack][f"{number}_interval"])
+    return f" ({low:.2f}–{high:.2f})"
 
 
 def _last(group: Group, side: str) -> Look | None:
