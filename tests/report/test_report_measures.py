@@ -16,10 +16,14 @@ import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running import runner
 from fedstill.report.features import smoothed
+from fedstill.report.groups import groups
+from fedstill.report.leaks import leak_rows
 from fedstill.report.page import write_page
 
 ALL = ["local", "epochs", "alignment", "divergence", "diversity", "personal", "units", "tsne", "landscape", "sphere"]
+ALL += ["leakage"]
 SECTIONS = ["heterogeneity", "knowledge", "epochs", "personal", "weights", "units", "tsne", "sphere", "landscape"]
+SECTIONS += ["leakage"]
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,8 @@ def test_a_loss_too_large_for_a_number_is_drawn_as_the_largest(looked: Path, tmp
         ("landscape", {"axis": "x"}),
         ("divergence", {"l2": [1.0]}),
         ("divergence", {"distance": ["far"]}),
+        ("leakage", {"seen": {"loss": {"auc": 0.5, "tpr_at_0.01": 0.0, "tpr_at_0.001": 0.0, "roc": [0.5]}}}),
+        ("leakage", {"seen": {"loss": {"auc": 0.5, "auc_interval": 3}}}),
         ("alignment", {"round": "2"}),
         ("alignment", {"measure": None}),
         ("alignment", {"seconds": "long"}),
@@ -165,6 +171,41 @@ def test_a_damaged_look_is_named_with_its_journal(
     with pytest.raises(CorruptFile, match=r"journal\.jsonl") as caught:
         write_page([folder], tmp_path / "r.html")
     assert "\n" not in str(caught.value)
+
+
+def test_leaks_are_the_journals(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
+    found = seen(looked / "all" / "a0.5", "leakage")
+    for attack, by_round, curves in zip(
+        ("loss", "likelihood_ratio"), page["leakage"], page["leakage"][2:], strict=False
+    ):
+        assert by_round["data"][0]["y"] == pytest.approx([e["seen"][attack]["auc"] for e in found], abs=1e-5)
+        coin, drawn, *_ = curves["data"]
+        assert coin["x"] == coin["y"]
+        assert drawn["y"] == pytest.approx([max(y, 1e-3) for y in found[-1]["seen"][attack]["roc"]], abs=1e-5)
+        assert len(drawn["x"]) == len(drawn["y"])
+
+
+def test_what_leaks_before_and_after_privacy_stands_in_the_table(tmp_path: Path) -> None:
+    same = {"measure": ["leakage"], "rounds": 1, "data": {"public": toys.PUBLIC}, "topology": {"clients": 6}}
+    for noise in (0.1, 5.0):
+        experiment = toys.toy("hiper_fedkd", **same, privacy={"clip": 4.0, "noise": noise})
+        runner.run(experiment, tmp_path / f"n{noise}", data=toys.blobs())
+    text = write_page([tmp_path], tmp_path / "r.html").read_text()
+    table = text.partition('<section id="leakage">')[2].partition("</section>")[0]
+    for noise in (0.1, 5.0):
+        local, ends = seen(tmp_path / f"n{noise}", "leakage")
+        for numbers in (local["seen"]["loss"], local["raw"]["likelihood_ratio"], ends["global"]["loss"]):
+            low, high = numbers["auc_interval"]
+            assert f"{100 * numbers['auc']:.2f} ({100 * low:.2f}–{100 * high:.2f})" in table
+        shown = leak_rows(groups([tmp_path / f"n{noise}"]), ends=False)
+        assert [cells[:2] for _, cells in shown][::4] == [
+            ["what the server sees", "the loss"],
+            ["the global model", "the loss"],
+        ]
+        numbers = local["seen"]["loss"]
+        assert shown[0][1][2:] == [f"{100 * numbers[k]:.2f}" for k in ("auc", "tpr_at_0.001", "tpr_at_0.01")]
+    dotted = [t for f in sections(text)["leakage"] for t in f["data"] if t.get("line", {}).get("dash") == "dot"]
+    assert {t["name"] for t in dotted} == {f"hiper_fedkd, noise={n}, before privacy" for n in (0.1, 5.0)}
 
 
 @pytest.mark.parametrize("damage", [3, {"train": []}, {"train": {"in_local_accuracy": [1.0]}}, {"train": {}}])

@@ -175,7 +175,10 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
 
     screen = terminal.console()
     if show:
-        screen.print(terminal.comparison_table(groups(begun)))
+        compared = groups(begun)
+        screen.print(terminal.comparison_table(compared))
+        if (leaks := terminal.leak_table(compared)) is not None:
+            screen.print(leaks)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
     if tensorboard:
         from fedstill.report.trackers import export_tensorboard

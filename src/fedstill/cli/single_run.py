@@ -158,6 +158,13 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
             screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
 
 
+def _last_seen(result: Result, key: str) -> float | None:
+    """A number of the last measured round; None if no measure gave it."""
+    from fedstill.report.runs import seen_by_round
+
+    return next(reversed(seen_by_round(result.measures, key).values()), None)
+
+
 def _show(result: Result) -> int:
     from fedstill.report import terminal
     from fedstill.report.numbers import COLUMNS
@@ -169,6 +176,11 @@ def _show(result: Result) -> int:
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
         ("forgetting", terminal.percent(s["forgetting"])),
         *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
+        *(
+            (m.title, terminal.percent(v))
+            for m in COLUMNS
+            if "/" in m.key and (v := _last_seen(result, m.key)) is not None
+        ),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),

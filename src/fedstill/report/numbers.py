@@ -59,6 +59,22 @@ COLUMNS = (
         2,
         "local models, on classes that their client lacks or has little of",
     ),
+    Column(
+        "leakage/seen/loss/auc",
+        "leakage: AUC",
+        "%",
+        100,
+        2,
+        "how well training examples are told from what clients sent, by the loss; 50: not at all",
+    ),
+    Column(
+        "leakage/seen/loss/tpr_at_0.01",
+        "found at 1 % false",
+        "%",
+        100,
+        2,
+        "training examples found where 1 % of other images are taken for such",
+    ),
     Column("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
     Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
@@ -97,7 +113,9 @@ def reported(run: Run) -> dict[str, float | None]:
         return dict.fromkeys((m.key for m in COLUMNS), None)
     accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
     last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
-    local = {m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(("in_local", "out_local", "query_"))}
+    local = {
+        m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(("in_local", "out_local", "query_", "leakage/"))
+    }
     sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
     return {
         **last,

@@ -23,6 +23,7 @@ from fedstill.report.heterogeneity import heterogeneity, sensitivity
 from fedstill.report.joint import joint
 from fedstill.report.knowledge import knowledge
 from fedstill.report.landscapes import landscape
+from fedstill.report.leaks import leaks
 from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
 from fedstill.report.targets import targets
@@ -78,6 +79,7 @@ def page(compared: Sequence[Group]) -> str:
         sphere(compared, style),
         landscape(compared, style),
         chain(compared, style),
+        leaks(compared, style),
         targets(compared, style),
         sections.cost(compared, style),
         sections.failures(compared, style),

@@ -65,7 +65,7 @@ class Run:
         ``measure/key/key``: a number that a measure saw, the mean over a round's stages where it looked more than once.
         """
         if "/" in key:
-            return _seen(self.measures, key)
+            return seen_by_round(self.measures, key)
         events = [{**self.initial, "round": 0}, *self.rounds]
         return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
 
@@ -120,7 +120,8 @@ def read_run(folder: Path) -> Run:
     )
 
 
-def _seen(events: Sequence[Event], key: str) -> dict[int, float]:
+def seen_by_round(events: Sequence[Event], key: str) -> dict[int, float]:
+    """The number ``measure/key/key`` by round, from events of measures; the mean where it is there more than once."""
     measure, *path = key.split("/")
     by_round: dict[int, list[float]] = {}
     for event in events:

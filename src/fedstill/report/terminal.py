@@ -27,6 +27,7 @@ from rich.text import Text
 
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.report.groups import Group
+from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS
 
 SHADES = " ░▒▓█"
@@ -146,6 +147,12 @@ def comparison_table(compared: Sequence[Group]) -> Table:
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, str(len(group.seeds))])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
+
+
+def leak_table(compared: Sequence[Group]) -> Table | None:
+    """How well members are told from what clients sent, without intervals; None if it was not measured."""
+    rows = [[group.label, *cells] for group, cells in leak_rows(compared, ends=False)]
+    return table(HEAD, rows, words=3) if rows else None
 
 
 class CompareBar:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +18,12 @@ from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
 from fedstill.files import make_folder, write_whole
 from fedstill.keys import generator, seed_for
+from fedstill.method import Method
 from fedstill.metrics import class_accuracy
 from fedstill.metrics.values import Values
 from fedstill.models import contract
 from fedstill.records import SERVER, Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
+from fedstill.wire.privacy import Privacy
 
 MEASURES_FOLDER = "measures"
 """The folder in a run's directory for what measures keep beside the journal."""
@@ -72,7 +74,8 @@ class Reports:
 class Room:
     """What a measure may use: the world, the common test set, and, in a simulation only, the clients' own data.
 
-    ``folder``: the run's directory, for what is too large for the journal.
+    ``folder``: the run's directory, for what is too large for the journal. ``method``, ``privacy``: the run's.
+    ``remembered``: what a client remembers after the stage; None where clients are reached over Flower.
     """
 
     world: World
@@ -80,6 +83,9 @@ class Room:
     inputs: Inputs
     sites: Sites
     folder: Path | None = None
+    method: Method = field(default_factory=Method)
+    privacy: Privacy = field(default_factory=Privacy)
+    remembered: Callable[[int], Payload] | None = None
 
     def keep(self, name: str, tensors: Tensors) -> str:
         """Write tensors to a file under ``measures/`` and return its name for the journal; empty without a folder."""
@@ -124,7 +130,8 @@ class Measure:
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
     of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
     ask), "client_data" (only a simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients
-    that train on their data).
+    that train on their data), "uploads" (replies with models, or with logits of models that clients keep in this
+    process).
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.

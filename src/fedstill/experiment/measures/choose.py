@@ -11,6 +11,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.measures.base import Measure
 from fedstill.method import Method
+from fedstill.methods.public_logits import LogitExchange
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
 
@@ -43,7 +44,10 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here."""
+    """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here.
+
+    ``remembered``: whether what clients remember is in this process, too.
+    """
 
     method: Method
     name: str
@@ -51,6 +55,7 @@ class MeasuredRun:
     world: World
     simulated: bool = True
     tested: bool = True
+    remembered: bool = True
 
 
 def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
@@ -72,6 +77,8 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
             return f"clients of method {setting.name} send no models; choose a method whose clients do"
         if any(world.model(c) != spec for c in range(world.clients)):
             return "models must be one architecture to be compared; leave clients.models out"
+    if need == "uploads":
+        return _no_uploads(setting)
     if need == "features" and "features" not in contract.capabilities(spec):
         return f"model {spec} has no features; give it submodules body and head"
     if need == "plane" and (width := _width(spec)) != 2:
@@ -85,6 +92,14 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
     if need == "client_data" and not setting.simulated:
         return "it looks at clients' data, which a server sees in a simulation only; leave flower.data = 'sites' out"
     return ""
+
+
+def _no_uploads(setting: MeasuredRun) -> str:
+    if any(_sends_models(stage, setting) for stage in setting.schedule):
+        return ""
+    if not isinstance(setting.method, LogitExchange):
+        return f"clients of method {setting.name} send neither models nor logits; choose a method whose clients do"
+    return "" if setting.remembered else "with engine = 'flower' it does not see models behind logits; choose another"
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:

@@ -53,8 +53,8 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         )
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
-    tested = sites.common_test is not None
-    setting = MeasuredRun(method, name, schedule, world, simulated=not settings.on_sites, tested=tested)
+    tested, here = sites.common_test is not None, settings.engine != "flower"
+    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, remembered=here)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
-from fedstill.experiment.measures.base import at_clients
+from fedstill.experiment.measures.base import Room, at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.misfits import refuse_misfits
@@ -69,6 +70,14 @@ class Prepared:
         settings = self.settings
         rounds = measured_rounds(settings.rounds, settings.measure_every)
         return at_clients(measures(settings.measure), rounds, site and settings.on_sites)
+
+    def room(self, folder: Path | None, memory: Memory | None) -> Room | None:
+        """What measures may use: the run's directory, what clients remember; None without a common test set."""
+        settings, sites = self.settings, self.sites
+        if sites.common_test is None:
+            return None
+        here = (self.world, sites.common_test, sites.inputs, sites, folder)
+        return Room(*here, settings.method, settings.privacy, memory.load if memory is not None else None)
 
     def _kept(self) -> KeptReplies:
         """Replies of other runs, for the stages of which the method says that they may serve again."""

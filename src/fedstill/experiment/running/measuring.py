@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstill.engines.memory import Memory
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
@@ -43,6 +44,7 @@ class Measuring:
     spent: float = 0.0  # seconds of this round's measures
     seconds: dict[str, float] = field(default_factory=dict)  # of each measure, all rounds
     folder: Path | None = None  # the run's directory
+    memory: Memory | None = None  # what clients remember, if it is in this process
     _before: Accuracies = ()  # accuracies by class after the last round
     _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
@@ -109,7 +111,7 @@ class Measuring:
 
     def look(self, seen: Happened) -> Iterator[dict[str, Any]]:
         """The events of the measures that look at a finished stage, each with the seconds it took."""
-        room = self._room()
+        room = self.prepared.room(self.folder, self.memory)
         if room is None or seen.stage.round not in self.rounds:
             return
         torch.set_num_threads(self.prepared.settings.threads[1])
@@ -200,12 +202,6 @@ class Measuring:
                     raise FedstillError(said) from error
                 log.warning("%s", said)
         return made
-
-    def _room(self) -> Room | None:
-        sites = self.prepared.sites
-        if sites.common_test is None:
-            return None
-        return Room(self.prepared.world, sites.common_test, sites.inputs, sites, self.folder)
 
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events

@@ -140,7 +140,7 @@ class _Driver:
         if isinstance(self.engine, SerialEngine):
             self.engine = replace(self.engine, debug=self.debug)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
-        self.measuring = Measuring(self.prepared, folder=self.folder)
+        self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
         self.before: State | None = None
         self.stages: Sequence[Stage] = ()
