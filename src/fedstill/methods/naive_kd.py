@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class NaiveKD(LocalOnly):
     """Temperature of the distillation (tau)."""
     participants: CountOrZero = 0
     """Clients that take part in a client's one exchange, itself included; 0 is all."""
+    over_teachers: Literal["sum", "mean"] = "sum"
+    """Whether the distillation is the sum over the teachers, or their mean."""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == FIT:
@@ -61,6 +63,10 @@ class NaiveKD(LocalOnly):
     def with_peers(self, state: State, client: int, world: World) -> Payload | None:
         """A client's own model and those of the peers it asks; None if it could not fit one."""
         return own_and_peers(state, client, self.participants, world)
+
+    def joined(self, each: Tensor) -> Tensor:
+        """The divergences (T, B) from all teachers as one value per example, (B,)."""
+        return each.mean(0) if self.over_teachers == "mean" else each.sum(0)
 
     def work(self, stage: Stage) -> ClientWork:
         return Fit() if stage.name == FIT else Distilled(self)
@@ -85,7 +91,7 @@ def own_and_peers(state: State, client: int, participants: int, world: World) ->
 
 @dataclass(frozen=True)
 class Distilled(ClientWork):
-    """Cross-entropy, and alpha times the sum over teachers of their divergence."""
+    """Cross-entropy, and alpha times the sum, or the mean, over teachers of their divergence."""
 
     method: NaiveKD
 
@@ -96,5 +102,6 @@ class Distilled(ClientWork):
         terms = {"ce": cross_entropy(step.logits(), step.y)}
         if carry.teachers:
             teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-            terms["teachers"] = self.method.alpha * kd(step.logits(), teachers, self.method.temperature).sum(0)
+            each = kd(step.logits(), teachers, self.method.temperature)  # (T, B)
+            terms["teachers"] = self.method.alpha * self.method.joined(each)
         return terms

@@ -113,11 +113,11 @@ class QKTLightServer(QKTLight):
 
 @dataclass(frozen=True)
 class Unlabelled(Distilled):
-    """The sum over all models of their divergence; no label is read."""
+    """The sum, or the mean, over all models of their divergence; no label is read."""
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-        return {"teachers": kd(step.logits(), teachers, self.method.temperature).sum(0)}
+        return {"teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))}
 
 
 def volunteer(state: State) -> int:
