@@ -140,10 +140,13 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.untaught import untaught
 
     screen = terminal.console()
     if show:
         screen.print(terminal.comparison_table(groups(begun)))
+        if said := untaught({g.label: g.started for g in groups(begun)}):
+            screen.print(said)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
     if tensorboard:
         from fedstill.report.trackers import export_tensorboard

@@ -159,6 +159,7 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
 
 
 def _show(result: Result) -> int:
+    from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
     from fedstill.report.numbers import COLUMNS
 
@@ -169,6 +170,7 @@ def _show(result: Result) -> int:
         ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
         ("forgetting", terminal.percent(s["forgetting"])),
         *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
+        *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),

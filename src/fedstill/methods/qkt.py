@@ -12,7 +12,8 @@ gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
 CIFAR-100 (``query_weight``).
 Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
-Reading: without any teacher in T_Q the client goes on with cross-entropy alone.
+Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy alone, both phases.
+The journal's ``teachers`` is then empty, and tables say how many queries had none.
 Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
 Reading: importance is "L2 norm-based, averaged over batches": the root of the mean square of the batches' gradients of
 cross-entropy, at the start of phase 2; ``importance`` also offers the mean size. Z counts the head's entries, weights
