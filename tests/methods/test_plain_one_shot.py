@@ -281,7 +281,11 @@ def test_teachers_may_be_of_other_architectures() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1}, "naive_kd"),
+        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1, "over_teachers": "mean"}, "naive_kd"),
+        (
+            {"name": "qkt", "teachers": "all", "classes": "all", "phases": 1},
+            {"name": "naive_kd", "over_teachers": "sum"},
+        ),
         ({"name": "qkt", "threshold": 0.0}, {"name": "qkt", "teachers": "all"}),
         ({"name": "qkt", "head": "phase1", "alpha": 0.0}, {"name": "qkt", "head": "phase1", "threshold": 1.0}),
         (

@@ -11,6 +11,8 @@ Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the ob
 gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
 CIFAR-100 (``query_weight``).
+Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. QKT's rows do not decide: with the sum it
+gains as much as there and forgets twice as much, with the mean it forgets as much and gains less (docs/results.md).
 Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
 Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy alone, both phases.
 The journal's ``teachers`` is then empty, and tables say how many queries had none.
@@ -62,6 +64,8 @@ class QKT(NaiveKD):
     }
     personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
 
+    over_teachers: Literal["sum", "mean"] = "sum"
+    """Whether the distillation is the sum over the teachers of T_Q, or their mean."""
     query_weight: Positive = 1.5
     """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
     threshold: Share = 0.01
