@@ -17,9 +17,10 @@ Reading: Y_S are the classes of which the client has an example. A class in Q an
 Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy alone, both phases.
 The journal's ``teachers`` is then empty, and tables say how many queries had none.
 Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
-Reading: importance is "L2 norm-based, averaged over batches": the root of the mean square of the batches' gradients of
-cross-entropy, at the start of phase 2; ``importance`` also offers the mean size. Z counts the head's entries, weights
-and biases alike. Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
+Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the mean square of the
+batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also offers their mean size, and gradients
+of eq. 4, which mostly choose the row of the class asked for. Z counts the head's entries, weights and biases alike.
+Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
 Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them needs them once.
 """
 
