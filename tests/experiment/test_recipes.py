@@ -99,6 +99,16 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
     assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
 
 
+def test_a_table_says_which_queries_had_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    smaller = ["data.train_size=300", "data.test_size=60", "model=digits_cnn", "plan.epochs=1", "query.fewer_than=5"]
+    words = ["reproduce", "qkt/table20", "--data", "digits", "--seeds", "1", "-q", "--out", str(tmp_path)]
+    words += [w for s in smaller for w in ("-s", s)]
+    assert call([*words, "--cells", "QKT:Path single", "-s", "method.threshold=1.0"]) == 0
+    assert "Queries that had no teacher, and count in all numbers: QKT, 10 of 10." in capsys.readouterr().out
+    assert call([*words, "--cells", "KD:Path single"]) == 0
+    assert "no teacher" not in capsys.readouterr().out, "all teach there"
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "section", "model"),
     [

@@ -35,10 +35,10 @@ def ready(method: object, **changes: object) -> Prepared:
 
 
 class Plain:
-    """The family with torch.optim.Adam, deep copies and no engine."""
+    """The family with torch.optim.Adam, deep copies and no engine; ``mean``: over teachers, else their sum."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.fed, self.ready = Federation(prepared), prepared
+    def __init__(self, prepared: Prepared, mean: bool = False) -> None:
+        self.fed, self.ready, self.mean = Federation(prepared), prepared, mean
         self.queries = prepared.world.queries
         self.local = {c: self.fit(c) for c in range(6)}
 
@@ -79,13 +79,17 @@ class Plain:
 
     def naive(self, client: int) -> Loss:
         def loss(z: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            total = ce(z, y)
-            for t in self.peers(client).values():
+            total, peers = ce(z, y), self.peers(client).values()
+            for t in peers:
                 p = t(x).detach().softmax(1)
-                total = total + 0.7 * (p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                total = total + self.each(len(peers)) * (p * (p.log() - z.log_softmax(1))).sum(1).mean()
             return total
 
         return loss
+
+    def each(self, teachers: int) -> float:
+        """What one of so many teachers weighs."""
+        return 0.7 / teachers if self.mean else 0.7
 
     def peers(self, client: int) -> dict[int, nn.Module]:
         return {c: m for c, m in self.local.items() if c != client}
@@ -103,7 +107,7 @@ class Plain:
             total = ce(z, y)
             for c in chosen:
                 p = self.local[c](x).detach().softmax(1)
-                total = total + 0.7 * (mask * p * (p.log() - z.log_softmax(1))).sum(1).mean()
+                total = total + self.each(len(chosen)) * (mask * p * (p.log() - z.log_softmax(1))).sum(1).mean()
             return total
 
         return loss
@@ -131,17 +135,22 @@ def test_fitting_stops_early_and_keeps_the_best_epoch() -> None:
         check(models[c], plain.local[c].state_dict())
 
 
-def test_naive_kd_sums_over_all_peers() -> None:
-    prepared = ready({"name": "naive_kd", "alpha": 0.7})
-    plain, (_, students) = Plain(prepared), ends(prepared)
+SUM_AND_MEAN = pytest.mark.parametrize("over", ["sum", "mean"])
+
+
+@SUM_AND_MEAN
+def test_naive_kd_distils_all_peers(over: str) -> None:
+    prepared = ready({"name": "naive_kd", "alpha": 0.7, "over_teachers": over})
+    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     assert set(students) == set(prepared.world.queries)
     for c, params in students.items():
         check(params, plain.last(plain.local[c], c, 1, plain.naive(c)).state_dict())
 
 
-def test_qkt_filters_masks_replaces_the_head_and_refines_it() -> None:
-    prepared = ready({"name": "qkt", "alpha": 0.7, "threshold": THRESHOLD})
-    plain, (_, students) = Plain(prepared), ends(prepared)
+@SUM_AND_MEAN
+def test_qkt_filters_masks_replaces_the_head_and_refines_it(over: str) -> None:
+    prepared = ready({"name": "qkt", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
+    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     counts = [len(plain.chosen(c)) for c in students]
     assert min(counts) < 5, "the filter leaves some out"
     assert max(counts) > 0, "and not all"
@@ -153,17 +162,19 @@ def test_qkt_filters_masks_replaces_the_head_and_refines_it() -> None:
         assert way > 0.01
 
 
-def test_qkt_light_is_naive_kd_and_then_the_heads_refinement() -> None:
-    prepared = ready({"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD})
-    plain, (_, students) = Plain(prepared), ends(prepared)
+@SUM_AND_MEAN
+def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str) -> None:
+    prepared = ready({"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
+    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     for c, params in students.items():
         phase1 = plain.last(plain.local[c], c, 1, plain.naive(c))
         check(params, plain.refined(phase1, c, 2, plain.local[c]).state_dict())
 
 
-def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined() -> None:
-    prepared = ready({"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD})
-    plain, (_, students) = Plain(prepared), ends(prepared)
+@SUM_AND_MEAN
+def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined(over: str) -> None:
+    prepared = ready({"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
+    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     sizes = [len(part) for part in prepared.sites.parts]
     volunteer = max(range(6), key=lambda c: sizes[c])
     shared = plain.last(plain.local[volunteer], volunteer, 1, plain.naive(volunteer))
@@ -171,9 +182,11 @@ def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined() -> None:
         check(params, plain.refined(shared, c, 2, shared).state_dict())
 
 
-def test_a_server_does_phase_one_without_labels() -> None:
-    prepared = ready({"name": "qkt_light_server", "threshold": THRESHOLD, "alpha": 0.7}, data={"public": 40})
-    plain, (_, students) = Plain(prepared), ends(prepared)
+@SUM_AND_MEAN
+def test_a_server_does_phase_one_without_labels(over: str) -> None:
+    method = {"name": "qkt_light_server", "threshold": THRESHOLD, "alpha": 0.7, "over_teachers": over}
+    prepared = ready(method, data={"public": 40})
+    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     sizes = [len(part) for part in prepared.sites.parts]
     net = copy.deepcopy(plain.local[max(range(6), key=lambda c: sizes[c])])
     x = plain.fed.inputs(prepared.sites.public.images)
@@ -184,7 +197,8 @@ def test_a_server_does_phase_one_without_labels() -> None:
             adam.zero_grad()
             q = net(x[index]).log_softmax(1)
             each = [t(x[index]).detach().softmax(1) for t in plain.local.values()]
-            sum((p * (p.log() - q)).sum(1).mean() for p in each).backward()
+            distances = sum((p * (p.log() - q)).sum(1).mean() for p in each)
+            (distances / len(each) if over == "mean" else distances).backward()
             adam.step()
     for c, params in students.items():
         check(params, plain.refined(net, c, 2, net).state_dict())
@@ -210,22 +224,34 @@ def prepared_predictor(prepared: Prepared, state: State) -> Callable[[Tensor], T
     return prepared.settings.method.predictors(state, prepared.world)["ensemble"]
 
 
-@pytest.mark.parametrize("importance", ["rms", "mean"])
+@pytest.mark.parametrize("name", ["naive_kd", "qkt", "qkt_light"])
+def test_of_one_teacher_the_sum_is_the_mean_to_the_bit(name: str) -> None:
+    of_two = {"name": name, "participants": 2}
+    one, other = (ends(ready({**of_two, "over_teachers": over}))[1] for over in ("sum", "mean"))
+    more = ends(ready({"name": name, "participants": 4, "over_teachers": "mean"}))[1]
+    for c in one:
+        assert all(torch.equal(one[c][k], other[c][k]) for k in one[c])
+    assert any(not torch.equal(one[c][k], more[c][k]) for c in one for k in one[c])
+
+
+@pytest.mark.parametrize("importance", ["rms", "mean", "objective"])
 def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(importance: str) -> None:
     """Under Adam with weight decay; and they are the ones with the largest gradients of the client's own data."""
-    prepared = ready({"name": "qkt", "frozen": 0.3, "importance": importance})
+    given = {"name": "qkt", "frozen": 0.3, "importance": importance, "alpha": 0.7, "threshold": THRESHOLD}
+    prepared = ready(given)
     state, students = ends(prepared)
-    fed = Federation(prepared)
+    fed, plain = Federation(prepared), Plain(prepared)
     for c, params in students.items():
         start = {**params, **{k: v for k, v in state.extra.many("model")[c].items() if "head" in k}}
         net, (x, y) = fed.net(start).eval(), fed.data(c)
         grads = []
         for index in torch.randperm(len(y), generator=generator(0)).split(10):
             net.zero_grad()
-            ce(net(x[index]), y[index]).backward()
+            z = net(x[index])
+            (plain.masked(c)(z, x[index], y[index]) if importance == "objective" else ce(z, y[index])).backward()
             grads.append(torch.cat([net.head.weight.grad.flatten(), net.head.bias.grad]))
         g = torch.stack(grads)
-        scores = g.square().mean(0).sqrt() if importance == "rms" else g.abs().mean(0)
+        scores = g.abs().mean(0) if importance == "mean" else g.square().mean(0).sqrt()
         old = torch.cat([start["head.weight"].flatten(), start["head.bias"]])
         new = torch.cat([params["head.weight"].flatten(), params["head.bias"]])
         kept = old == new
@@ -255,7 +281,11 @@ def test_teachers_may_be_of_other_architectures() -> None:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1}, "naive_kd"),
+        ({"name": "qkt", "teachers": "all", "classes": "all", "phases": 1, "over_teachers": "mean"}, "naive_kd"),
+        (
+            {"name": "qkt", "teachers": "all", "classes": "all", "phases": 1},
+            {"name": "naive_kd", "over_teachers": "sum"},
+        ),
         ({"name": "qkt", "threshold": 0.0}, {"name": "qkt", "teachers": "all"}),
         ({"name": "qkt", "head": "phase1", "alpha": 0.0}, {"name": "qkt", "head": "phase1", "threshold": 1.0}),
         (

@@ -91,6 +91,12 @@ def test_an_objective_that_changes_with_the_epoch_is_the_serial_engines() -> Non
     assert_same("camkd", method={"name": "camkd", "feature_weight": 1.0})
 
 
+@pytest.mark.parametrize("own", [{"name": "naive_kd"}, {"name": "qkt", "frozen": 0.3, "importance": "objective"}])
+@pytest.mark.parametrize("over", ["sum", "mean"])
+def test_several_teachers_are_joined_as_by_the_serial_engine(own: dict[str, object], over: str) -> None:
+    assert_same(str(own["name"]), method={**own, "over_teachers": over})
+
+
 def test_several_architectures_are_stacked_apart() -> None:
     models = {"clients": {"models": ("mlp", "logistic")}, "model": {"name": "mlp", "hidden": (8,)}}
     assert_same("toy_logits", **models)

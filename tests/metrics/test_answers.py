@@ -54,5 +54,16 @@ def test_gain_needs_a_fit_and_forgetting_is_never_positive() -> None:
     assert better["query_forgetting"] == 0
 
 
+def test_who_had_no_teacher_is_counted_where_the_method_says_who_taught() -> None:
+    right = [10, 10, 0, 0]
+    taught = [{**event(c, "refine", right), "query": [2], "teachers": t} for c, t in ((0, []), (1, [0]))]
+    found = answers({0: (2,), 1: (0,)}, COUNTS, ALONE, taught, SERVER, TOTALS, {"refine"})
+    assert [a["teachers"] for a in found["answers"]] == [0, 1]
+    assert found["query_untaught"] == 1
+    silent = answers({0: (2,)}, COUNTS, ALONE, [event(0, "refine", right)], SERVER, TOTALS, {"refine"})
+    assert silent["answers"][0]["teachers"] is None
+    assert "query_untaught" not in silent
+
+
 def test_no_queries_no_measures() -> None:
     assert answers({}, COUNTS, ALONE, [], SERVER, TOTALS, set()) == {}

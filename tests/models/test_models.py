@@ -25,6 +25,8 @@ COUNTS = [
     ("alexnet", CIFAR, 10, {"relu": False}, 3_868_746),
     ("fedseq_cnn", CIFAR, 10, {}, 797_962),
     ("qkt_cnn", CIFAR, 10, {}, 94_666),
+    ("qkt_cnn_pooled", CIFAR, 10, {}, 27 * 32 + 64 + 9 * 32 * 64 + 128 + 9 * 64 * 128 + 256 + 1290),
+    ("qkt_cnn_pooled", CIFAR, 10, {"norm": "batch"}, 94_762),
     ("cwc_cnn", CIFAR, 10, {}, 2_733_962),
     ("resnet10", CIFAR, 10, {}, 4_903_242),
     ("resnet18", CIFAR, 10, {}, 11_173_962),
@@ -50,7 +52,7 @@ OWN = [
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
 SMALLEST = {"cnn": 4, "simple_cnn": 8, "fedseq_cnn": 16, "qkt_cnn": 4, "cwc_cnn": 16, "digits_cnn": 4, "lenet5": 16}
 SMALLEST |= {"alexnet": 12, "mlp": 1, "logistic": 1} | dict.fromkeys(RESNETS, 1)
-SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4}
+SMALLEST |= {"sphere_cnn": 4, "sphere_digits_cnn": 4, "tiny_cnn": 4, "qkt_cnn_pooled": 8}
 
 
 def make(name: str, shape: tuple[int, int, int], classes: int = 10, **fields: object) -> nn.Module:
@@ -176,7 +178,7 @@ def test_options_of_the_registry() -> None:
     assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}
     assert fields["alexnet"] == {"relu"}
-    assert all(fields[name] == {"norm"} for name in RESNETS)
+    assert all(fields[name] == {"norm"} for name in [*RESNETS, "qkt_cnn_pooled"])
     assert registry.lookup("model", "logistic").fields["hidden"][1] == ()
     assert registry.lookup("model", "mlp").fields["hidden"][1] == (200, 200)
     assert all(registry.lookup("model", name).summary.endswith(".") for name in OWN)

@@ -15,6 +15,7 @@ from fedstill.report.asked import _client, _epochs, _trade, asked, noise_probes
 from fedstill.report.decision_planes import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
+from fedstill.report.untaught import untaught
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,23 @@ def test_the_page_has_both_sections_and_a_run_without_queries_none(one: Path, fi
     others = groups([finished])
     assert asked(others, Style(others)) is None
     assert noise_probes(others) is None
+
+
+def test_queries_without_a_teacher_are_told(tmp_path: Path, one: Path) -> None:
+    given = {"rounds": 1, "topology": {"clients": 6}, "query": {"draw": "single", "fewer_than": 5}}
+    method = {"name": "qkt", "threshold": 1.0}
+    runner.run(toys.toy(method, plan={"epochs": 2, "batch": 10}, **given), tmp_path / "run", toys.blobs())
+    last = events(tmp_path / "run")[-1]
+    count = len(last["answers"])
+    assert last["query_untaught"] == count > 0
+    assert {a["teachers"] for a in last["answers"]} == {0}
+    asking = [e for e in events(tmp_path / "run") if "query" in e]
+    assert [e["teachers"] for e in asking] == 2 * count * [[]], "in both phases"
+    found = groups([tmp_path / "run"])
+    said = untaught({"QKT": found[0].runs, "none": []})
+    assert said == f"Queries that had no teacher, and count in all numbers: QKT, {count} of {count}."
+    assert f"{found[0].label}, {count} of {count}." in asked(found, Style(found)).text  # type: ignore[union-attr]
+    assert untaught({"all": groups([one])[0].runs}) == ""
 
 
 def test_the_epochs_of_both_phases_stand_beside_what_a_client_knew_before(one: Path) -> None:

@@ -172,6 +172,7 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.untaught import untaught
 
     screen = terminal.console()
     if show:
@@ -179,6 +180,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
         screen.print(terminal.comparison_table(compared))
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)
+        if said := untaught({g.label: g.started for g in compared}):
+            screen.print(said)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
     if tensorboard:
         from fedstill.report.trackers import export_tensorboard

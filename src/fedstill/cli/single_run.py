@@ -166,6 +166,7 @@ def _last_seen(result: Result, key: str) -> float | None:
 
 
 def _show(result: Result) -> int:
+    from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
     from fedstill.report.numbers import COLUMNS
 
@@ -181,6 +182,7 @@ def _show(result: Result) -> int:
             for m in COLUMNS
             if "/" in m.key and (v := _last_seen(result, m.key)) is not None
         ),
+        *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
         ("directory", str(result.directory)),

@@ -11,18 +11,22 @@ Reading: eq. 4 prints p_t log p_s, which falls as the student gets worse; the ob
 gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
 CIFAR-100 (``query_weight``).
+Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. QKT's rows do not decide: with the sum it
+gains as much as there and forgets twice as much, with the mean it forgets as much and gains less (docs/results.md).
 Reading: Y_S are the classes of which the client has an example. A class in Q and Y_S has lambda.
-Reading: without any teacher in T_Q the client goes on with cross-entropy alone.
+Reading: without any teacher in T_Q the sum of eq. 4 is empty: the client goes on with cross-entropy alone, both phases.
+The journal's ``teachers`` is then empty, and tables say how many queries had none.
 Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
-Reading: importance is "L2 norm-based, averaged over batches": the root of the mean square of the batches' gradients of
-cross-entropy, at the start of phase 2; ``importance`` also offers the mean size. Z counts the head's entries, weights
-and biases alike. Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
+Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the mean square of the
+batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also offers their mean size, and gradients
+of eq. 4, which mostly choose the row of the class asked for. Z counts the head's entries, weights and biases alike.
+Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
 Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them needs them once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -34,13 +38,16 @@ from fedstill.fitting import FIT, FITTING, Fit, probed
 from fedstill.losses import cross_entropy, masked_ce
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
-from fedstill.records import Carry, Payload, Plan, Stage, State, Step, Tensors, View, World
+from fedstill.records import Carry, Examples, Payload, Plan, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
 REFINE = "refine"
 HEAD = "head."
+
+Weighed = Callable[[Tensor, Tensor], Tensor]
+"""A loss (B,) of logits (B, C) and of the examples' positions (B,) in the client's data."""
 
 
 @method("qkt")
@@ -58,6 +65,8 @@ class QKT(NaiveKD):
     }
     personal: ClassVar[frozenset[str]] = frozenset({FIT, TRANSFER, REFINE})
 
+    over_teachers: Literal["sum", "mean"] = "sum"
+    """Whether the distillation is the sum over the teachers of T_Q, or their mean."""
     query_weight: Positive = 1.5
     """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
     threshold: Share = 0.01
@@ -74,8 +83,8 @@ class QKT(NaiveKD):
     """The head that phase 2 starts from: the client's own, from before phase 1, or that of phase 1."""
     frozen: Share = 0.0
     """Share of the head's entries, the most important ones, that phase 2 leaves as they are (Z)."""
-    importance: Literal["rms", "mean"] = "rms"
-    """How the batches' gradients make an entry's importance: the root of their mean square, or their mean size."""
+    importance: Literal["rms", "mean", "objective"] = "rms"
+    """How batches' gradients of cross-entropy make an importance: their rms, mean size, or rms of eq. 4's gradients."""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if client not in world.queries and stage.name != FIT:
@@ -109,6 +118,10 @@ class QKT(NaiveKD):
         mask[list(world.queries[client])] = self.query_weight
         return mask
 
+    def shares(self, use: Tensor) -> Tensor:
+        """How much each teacher counts, given which ones are in T_Q (0 or 1, any shape); without any, all zeros."""
+        return use / use.sum().clamp(min=1) if self.over_teachers == "mean" else use
+
     def useful(self, probe: Tensor, query: Sequence[int]) -> bool:
         """Whether a teacher with this mean softmax (C,) on noise is in T_Q."""
         return self.teachers == "all" or bool((probe[list(query)] >= self.threshold).any())
@@ -124,17 +137,22 @@ class Queried(ClientWork):
         teachers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
         query, samples = world.queries[view.client], self.method.samples
         probes = [probed(s, p, world, samples) for s, p in teachers.values()]
-        use = torch.tensor([float(self.method.useful(p, query)) for p in probes]).reshape(-1, 1)
+        useful = [self.method.useful(p, query) for p in probes]
+        use = torch.tensor(useful, dtype=dtype_of(down.params)).reshape(-1, 1)
         mask = self.method.mask(view.client, view.counts, world)
-        return Carry(down.params, teachers, constants={"use": use, "mask": mask})
+        return Carry(down.params, teachers, constants={"use": self.method.shares(use), "mask": mask})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         terms = {"ce": cross_entropy(step.logits(), step.y)}
         if carry.teachers:
             teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-            each = masked_ce(step.logits(), teachers, carry["mask"], self.method.temperature)  # (T, B)
-            terms["teachers"] = self.method.alpha * (carry["use"] * each).sum(0)
+            terms["teachers"] = self.taught(step.logits(), teachers, carry["mask"], carry["use"])
         return terms
+
+    def taught(self, logits: Tensor, teachers: Tensor, mask: Tensor, use: Tensor) -> Tensor:
+        """What eq. 4 adds to cross-entropy, (B,): logits (B, C), teachers (T, B, C), mask (C,), use (T, 1)."""
+        each = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
+        return self.method.alpha * (use * each).sum(0)
 
     def score(self, params: Tensors, view: View) -> float:
         """Average Accuracy on public labels, for plans that keep the best epoch; without any, as other clients do."""
@@ -164,7 +182,10 @@ class PartlyRefined(Refined):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         carry = super().begin(down, memory, view, world)
-        frozen = self.most_important(self.scores(down.params, view, world))
+        of_eq4 = self.method.importance == "objective"
+        peers = [view.logits(p, model=world.model(c)) for c, p in down.many("peer").items()] if of_eq4 else []
+        scores = self.scores(down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch)
+        frozen = self.most_important(scores)
         return replace(carry, constants={**carry.constants, "frozen": frozen})
 
     def settle(
@@ -172,14 +193,22 @@ class PartlyRefined(Refined):
     ) -> tuple[Tensors, Tensors]:
         return {k: torch.where(carry["frozen"][k], before[k], v) for k, v in after.items()}, trace
 
-    def scores(self, params: Tensors, view: View, world: World) -> dict[str, Tensor]:
+    def scores(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
         """The importance of every entry of the head, from the gradients of batches of the client's own data."""
-        rms, batch = self.method.importance == "rms", world.plans[REFINE].batch
-        total: dict[str, Tensor] = {}
-        for grads in view.gradients(params, cross_entropy, batch):
-            own = {k: g.square() if rms else g.abs() for k, g in head_of(grads).items()}
+        mean, total = self.method.importance == "mean", dict[str, Tensor]()
+        numbered = Examples(view.data.images, torch.arange(len(view.data), device=view.data.labels.device))
+        for grads in view.passes.gradients(params, numbered, loss, batch):
+            own = {k: g.abs() if mean else g.square() for k, g in head_of(grads).items()}
             total = {k: total[k] + v for k, v in own.items()} if total else own
         return total
+
+    def weighed(self, carry: Carry, view: View, peers: Sequence[Tensor]) -> Weighed:
+        """The loss whose gradients are the importance: cross-entropy, and eq. 4's rest for logits (n, C) of peers."""
+        labels = view.data.labels
+        if not peers:
+            return lambda logits, index: cross_entropy(logits, labels[index])
+        teachers, mask, use = (v.to(labels.device) for v in (torch.stack(list(peers)), carry["mask"], carry["use"]))
+        return lambda z, index: cross_entropy(z, labels[index]) + self.taught(z, teachers[:, index], mask, use)
 
     def most_important(self, scores: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Which entries are among the share Z with the highest scores; of equal ones the first."""

@@ -7,6 +7,7 @@ server does it for all.
 Memory: nothing.
 Reading: "student data" (``qkt_light``) lets each client do phase 1 on its own data; "volunteer client" lets one do it
 for all, the one with most examples; "centralized server" has it done on public images whose labels are not read.
+Reading: ``over_teachers`` holds for both phases; it is QKT's, not naive KD's, until the rows say more.
 Reading: the server starts from the volunteer's model, or (``start``) from the mean of all.
 Reading: phase 2 "replaces the head", but a client's own head belongs to another extractor where phase 1 is shared: then
 the head of phase 1 is refined. ``head`` chooses; "auto" follows this reading.
@@ -113,11 +114,11 @@ class QKTLightServer(QKTLight):
 
 @dataclass(frozen=True)
 class Unlabelled(Distilled):
-    """The sum over all models of their divergence; no label is read."""
+    """The sum, or the mean, over all models of their divergence; no label is read."""
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         teachers = torch.stack([step.teacher(name) for name in carry.teachers])  # (T, B, C)
-        return {"teachers": kd(step.logits(), teachers, self.method.temperature).sum(0)}
+        return {"teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))}
 
 
 def volunteer(state: State) -> int:

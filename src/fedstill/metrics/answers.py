@@ -16,6 +16,9 @@ EventFields = Mapping[str, Any]
 QUERY_MEASURES = ("average_accuracy", "gain", "forgetting", "uniform_accuracy", "average_accuracy_before")
 """What is measured of a client that asked; over clients it is journaled as ``query_`` and the name."""
 
+UNTAUGHT = "query_untaught"
+"""How many of the clients that asked had no teacher at all (QKT's T_Q is empty); they learned nothing by asking."""
+
 
 def answers(
     queries: Mapping[int, Sequence[int]],
@@ -32,7 +35,9 @@ def answers(
     ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
     ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
     ``answers``, one mapping a client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a
-    number that cannot be had (gain without a fit) is None. Empty without queries. Source: QKT, appendix A.2.
+    number that cannot be had (gain without a fit) is None. ``teachers`` is how many taught a client, and
+    ``query_untaught`` how many clients nobody taught, where the method says it. Clients that nobody taught count in all
+    means. Empty without queries. Source: QKT, appendix A.2.
     """
     own = {e["client"]: e for e in acted if e["name"] in personal and "correct_by_class" in e}
     by_client = [
@@ -46,6 +51,8 @@ def answers(
         known = [f[name] for f in by_client if f[name] is not None]
         means[f"query_{name}"] = float(np.mean(known)) if known else None
         means[f"query_{name}_std"] = float(np.std(known)) if known else None
+    taught = [f["teachers"] for f in by_client if f["teachers"] is not None]
+    means |= {UNTAUGHT: taught.count(0)} if taught else {}
     return {"answers": by_client, **means}
 
 
@@ -66,6 +73,7 @@ def _one(
     return {
         "client": client,
         "query": list(query),
+        "teachers": len(own["teachers"]) if own and "teachers" in own else None,
         "average_accuracy": _or_none(average_accuracy(after, shares, query)),
         "uniform_accuracy": _or_none(uniform_accuracy(after, shares, query)),
         "gain": None if before is None else _or_none(query_accuracy_gain(before, after, query)),

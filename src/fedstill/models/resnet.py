@@ -1,19 +1,14 @@
 """Residual networks for small images: a 3 x 3 stem without pooling, stages of blocks, the mean over places, a head.
 
-``norm`` is what follows each convolution:
-
-- ``"group"`` (default): GroupNorm, each example by itself. No running statistics, nothing depends on the batch.
-- ``"batch_stats"``: BatchNorm without running statistics, in evaluation too: predictions depend on the batch. FedNTD's.
-- ``"batch"``: BatchNorm with running statistics, which are buffers, travel and are averaged. QKT's.
-
-Parameters are as many in all three. The last stage is slimmable: it can run at a share of its width (FedAlign).
+``norm`` is what follows each convolution (``models/norms.py``). The last stage is slimmable: it can run at a share of
+its width (FedAlign).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +16,9 @@ from torch.nn.functional import batch_norm, conv2d, group_norm
 
 from fedstill.errors import ConfigError
 from fedstill.models.network import InputShape, Network, too_small
+from fedstill.models.norms import Norm, norm_layer
 from fedstill.registry import register
 
-Norm = Literal["group", "batch_stats", "batch"]
 Block = Callable[[int, int, int, Norm], "Residual"]
 
 
@@ -178,12 +173,4 @@ def _resnet(
 
 
 def _conv(inside: int, out: int, kernel: int, stride: int, norm: Norm) -> list[nn.Module]:
-    return [nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False), _norm(norm, out)]
-
-
-def _norm(norm: Norm, channels: int) -> nn.Module:
-    if norm == "group":
-        return nn.GroupNorm(min(32, channels // 4), channels)
-    if norm in ("batch", "batch_stats"):
-        return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
-    raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")
+    return [nn.Conv2d(inside, out, kernel, stride, padding=kernel // 2, bias=False), norm_layer(norm, out)]

@@ -14,6 +14,7 @@ from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
 from fedstill.report.runs import JOURNAL, Run
+from fedstill.report.untaught import untaught
 
 PER_CENT = {"tickformat": ".0%"}
 QUERY_HEIGHT = 380
@@ -41,7 +42,9 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
     parts = [key(some, style), grid(figures), *_bars(some)]
     says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
-    return section("Queries: what clients gained and forgot", sentence(says), *parts, name="asked")
+    without = untaught({g.label: g.started for g in some})
+    notes = [sentence(said) for said in (says, without) if said]
+    return section("Queries: what clients gained and forgot", *notes, *parts, name="asked")
 
 
 def noise_probes(groups: Sequence[Group]) -> Html | None:

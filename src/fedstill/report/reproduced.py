@@ -13,10 +13,11 @@ from fedstill.experiment.comparing.compare import other_settings
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report.numbers import COLUMNS, Spread, spread
-from fedstill.report.runs import read_run
+from fedstill.report.runs import Run, read_run
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import table
 from fedstill.report.terminal import table_in_parts as parts
+from fedstill.report.untaught import untaught
 
 COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
     "accuracy": "accuracy",
@@ -55,6 +56,9 @@ def paper_tables(
         rows, summaries = [r for r, c in cells if c == column], _found(runs)
         long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
         yield from parts(_head(recipe, long), _rows(recipe, column, rows, summaries, long), width)
+        asked = any(m.startswith("query_") for m in recipe.measures)
+        if said := untaught({row: _runs(row, column, runs) for row in rows if asked}):
+            yield Text(said)
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
@@ -68,12 +72,18 @@ def paper_tables(
 
 def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
     for row in rows:
-        own = [v.folder for v in runs if v.label == f"{row} | {column}" and (v.folder / "summary.json").is_file()]
+        own = _runs(row, column, runs)
         for key, printed in recipe.published.get((row, column), Published()).measured.items():
-            curves = [read_run(folder).curve(key) for folder in own]
+            curves = [run.curve(key) for run in own]
             ours = spread([curve[max(curve)] for curve in curves if curve])
             said = ours.text(1, 3) if ours else NONE
             yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(ours.runs if ours else 0)]
+
+
+def _runs(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
+    """The finished runs of a cell."""
+    own = [v.folder for v in runs if v.label == f"{row} | {column}"]
+    return [read_run(folder) for folder in own if (folder / "summary.json").is_file()]
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:

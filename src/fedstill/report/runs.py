@@ -69,6 +69,12 @@ class Run:
         events = [{**self.initial, "round": 0}, *self.rounds]
         return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
 
+    @property
+    def untaught(self) -> tuple[int, int]:
+        """How many clients asked and had no teacher, and how many asked; (0, 0) for methods that do not choose any."""
+        taught = {e["client"]: e["teachers"] for e in self.clients if "query" in e and "teachers" in e}
+        return sum(not teachers for teachers in taught.values()), len(taught)
+
     def class_accuracy(self) -> dict[int, list[float | None]]:
         """Accuracy of each class by round, as (C,) shares; None for a class without test examples."""
         events = [{**self.initial, "round": 0}, *self.rounds]

@@ -17,11 +17,11 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.files import write_whole
 from fedstill.metrics.accuracy import best_and_recent
-from fedstill.metrics.answers import QUERY_MEASURES
+from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
 from fedstill.wire.reports import json_value
 
-QUERIED = tuple(f"query_{name}" for name in QUERY_MEASURES)
+QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 """What a summary says of a run whose clients asked for classes."""
 
 

@@ -17,6 +17,7 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import Experiment, from_tree
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
@@ -116,8 +117,7 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
-    tree.pop("stacked_seeds", None)  # a key of version 0.1; the run goes on alone, the same up to rounding
-    return settle(from_tree(tree, {}, folder))
+    return settle(from_tree(as_it_began(tree), {}, folder))
 
 
 @dataclass

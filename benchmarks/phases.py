@@ -1,0 +1,72 @@
+"""What each phase of QKT changed, and what the number of teachers did, from the journals of finished runs.
+
+``python -m benchmarks.phases FOLDER ...``: folders of runs that differ in their seed, e.g. a row of ``results/``. The
+mean over clients that asked: accuracy gained on the classes asked for, accuracy lost on the client's own (both against
+its model before phase 1), and the training objective in the last epoch. "No peer": how many clients had no teacher.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedstill.fitting import FIT
+from fedstill.metrics import class_accuracy, query_accuracy_gain, query_forgetting
+from fedstill.report import terminal
+from fedstill.report.runs import Run, find
+
+PHASES = ("transfer", "refine")
+
+
+def clients(run: Run) -> Iterator[dict[str, Any]]:
+    """For each client that asked: how many taught it, and after each phase gain, loss and objective."""
+    events = {(e["name"], e["client"]): e for e in run.clients if "correct_by_class" in e}
+    for answer in run.rounds[-1]["answers"]:
+        c, counts = answer["client"], run.start["label_counts"][answer["client"]]
+        before = class_accuracy(events[FIT, c]["correct_by_class"], run.start["test_counts"])
+        told: dict[str, Any] = {}
+        for phase in (p for p in PHASES if (p, c) in events):
+            event = events[phase, c]
+            after = class_accuracy(event["correct_by_class"], run.start["test_counts"])
+            gain = query_accuracy_gain(before, after, answer["query"])
+            told[phase] = gain, query_forgetting(before, after, counts), sum(event["loss"].values())
+            told["teachers"] = len(event.get("teachers", ()))
+        yield told
+
+
+def percent(values: Sequence[float]) -> str:
+    """A mean in percent."""
+    return f"{100 * fmean(values):.1f}" if values else "–"
+
+
+def by_phase(asked: Sequence[dict[str, Any]]) -> list[str]:
+    """A line: gain, loss and objective after each phase, how many clients asked, and how many had no teacher."""
+    cells: list[str] = []
+    for phase in PHASES:
+        gain, loss, objective = ([a[phase][i] for a in asked if phase in a] for i in range(3))
+        cells += [percent(gain), percent(loss), f"{fmean(objective):.2f}" if objective else "–"]
+    return [*cells, str(len(asked)), str(sum(a["teachers"] == 0 for a in asked))]
+
+
+def by_teachers(asked: Sequence[dict[str, Any]]) -> list[str]:
+    """A line: clients, gain and loss at their end, for one, two, three, four and more teachers."""
+    cells = []
+    for least, most in ((1, 1), (2, 2), (3, 3), (4, 99)):
+        own = [a["refine" if "refine" in a else "transfer"] for a in asked if least <= a["teachers"] <= most]
+        cells.append(f"{len(own)}: {percent([o[0] for o in own])} / {percent([o[1] for o in own])}")
+    return cells
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", type=Path, nargs="+")
+    given = {str(f): [a for run in find([f]) if run.rounds for a in clients(run)] for f in parser.parse_args().folders}
+    head = ("", *(f"{what} {n}" for n in (1, 2) for what in ("gain", "loss", "objective")), "asked", "no peer")
+    screen = terminal.console()
+    screen.print(terminal.table(head, [[name.removeprefix("results/"), *by_phase(a)] for name, a in given.items()]))
+    screen.print("\nclients: gain / loss [%], by the number of teachers")
+    lines = [[name.removeprefix("results/"), *by_teachers(a)] for name, a in given.items()]
+    screen.print(terminal.table(("", "one", "two", "three", "four or more"), lines))

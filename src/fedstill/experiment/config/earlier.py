@@ -1,0 +1,22 @@
+"""Configs of runs that an earlier version began: what they lack or have too much, so that they go on as they began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+DID: Mapping[str, Mapping[str, Any]] = {"naive_kd": {"over_teachers": "sum"}}
+"""By method: fields that came later with another default, and what was done before there was a choice."""
+
+
+def as_it_began(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's config with what its version did.
+
+    >>> as_it_began({"method": {"name": "naive_kd", "alpha": 1.0}})
+    {'method': {'over_teachers': 'sum', 'name': 'naive_kd', 'alpha': 1.0}}
+    """
+    kept = {k: v for k, v in tree.items() if k != "stacked_seeds"}  # of 0.1; the run goes on alone, up to rounding
+    method = kept.get("method")
+    if isinstance(method, Mapping) and isinstance(method.get("name"), str):
+        kept["method"] = {**DID.get(method["name"], {}), **method}
+    return kept
