@@ -68,6 +68,7 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     gone(runs)
     for named in (packed, runs, runs.parent):
         assert [(r.settings, r.rounds, r.written // 1) for r in find([named])] == read
+    assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
     evidence.unpack(packed)
     assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"

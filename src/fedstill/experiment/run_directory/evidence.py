@@ -53,11 +53,19 @@ def pack_of(folder: Path) -> Path:
 def readable(path: Path) -> Path:
     """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
 
-    A path that does not exist stands for the pack of that name, if there is one.
+    A path that does not exist stands for the pack of that name, or for a folder in the pack of a folder above it.
     """
-    packed = path if path.name.endswith(SUFFIX) else pack_of(path)
-    if path.is_dir() or not packed.is_file():
+    if path.is_dir():
         return path
+    if path.name.endswith(SUFFIX) and path.is_file():
+        return _cached(path)
+    for folder in (path, *path.parents):
+        if folder.name and pack_of(folder).is_file():
+            return _cached(pack_of(folder)) / path.relative_to(folder)
+    return path
+
+
+def _cached(packed: Path) -> Path:
     return _unpacked(packed, cache_folder() / "evidence" / digest(packed.read_bytes())[:20])
 
 
