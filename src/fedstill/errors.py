@@ -108,13 +108,17 @@ MAX_REASON = 300
 """The most characters of a reason: why a client failed, or why its reply was refused."""
 
 
-def cut_reason(text: str) -> str:
-    """A reason on one line of text that can be shown anywhere, cut to its first 300 characters.
+def cut_reason(text: str, most: int = MAX_REASON) -> str:
+    """A reason on one line of text that can be shown anywhere; of a long one, the beginning and the end.
 
-    >>> cut_reason("it \\n was \\x1b[2J"), len(cut_reason("no " * 1000))
-    ('it was ?[2J', 300)
+    >>> cut_reason("it \\n was \\x1b[2J"), len(cut_reason("no " * 1000)), cut_reason("a" * 400 + "b", 12)
+    ('it was ?[2J', 300, 'aaaaaa … aab')
     """
-    words = " ".join(text[: 10 * MAX_REASON].split())[:MAX_REASON]
+    near = text if len(text) <= 20 * MAX_REASON else text[: 10 * MAX_REASON] + text[-10 * MAX_REASON :]
+    words = " ".join(near.split())
+    if len(words) > most:
+        tail = max(0, most - 3) // 3
+        words = f"{words[: max(0, most - 3) - tail]} … {words[len(words) - tail :]}"[:most]
     return "".join(c if c.isprintable() else "?" for c in words)
 
 

@@ -28,12 +28,12 @@ def reason(error: BaseException, author: Any = None) -> str:
     ``author``: the object whose code was called; where no line of a user's raised, a user's class is named instead.
     """
     expected = isinstance(error, FedstillError)
-    text = cut_reason(str(error) if expected else f"{type(error).__name__}: {error}")
+    text = str(error) if expected else f"{type(error).__name__}: {error}"
     where = "" if isinstance(error, BadReturn) else _users_line(error)
     if not where and not expected:
         where = _users_class(author) or _methods_line(error)
     where = f" ({where})" if where else ""
-    return (text[: max(0, MAX_REASON - len(where))] + where) or "no reason"
+    return (cut_reason(text, MAX_REASON - len(where)) + where) or "no reason"
 
 
 def is_users(error: BaseException) -> bool:
