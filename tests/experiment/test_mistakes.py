@@ -132,6 +132,8 @@ IN_THREADS_AND_STACKS = ("shape in terms", "name in begin", "a value a class", "
 )
 def test_a_mistake_at_a_client_is_said_with_its_file_and_line(mistake: str, engine: str, tmp_path: Path) -> None:
     body, text, function = AT_CLIENTS[mistake]
+    if (mistake, engine) == (NO_LINE, "vectorised"):
+        text = "Error: "  # the rest is vmap's, and other versions of torch have other words
     experiment, line = mine(tmp_path, body, engine=engine)
     with pytest.raises(TooFewReplies) as caught:
         run(experiment, tmp_path / "run", toys.blobs(), debug=False)
