@@ -56,13 +56,21 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
     forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
+    own = (
+        "Each client's answer, its own model or else the global one, on test images in the client's proportions of "
+        "classes; mean over clients. Higher is better."
+    )
+    first = (
+        [("personal_accuracy", own, "Accuracy for the clients by round")] if any(g.own_models for g in groups) else []
+    )
     figures = [
         figure([lines(groups, style, key, **PERCENT)], text, title)
         for key, text, title in (
+            *first,
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if measured(groups, key) and (key == "accuracy" or any(len(r.rounds) > 1 for g in groups for r in g.runs))
+        if measured(groups, key) and (key != "forgetting" or any(len(r.rounds) > 1 for g in groups for r in g.runs))
     ]
     if not figures:
         return None
