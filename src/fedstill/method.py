@@ -14,6 +14,7 @@ from fedstill.fields import check_ranges
 from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
 from fedstill.origin import returned
+from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
 from fedstill.watch import Watch, told
@@ -219,16 +220,18 @@ def _run_stage(
     watch: Watch,
     rules: Rules,
 ) -> State:
-    method, where = acting(method, stage), place(stage)
+    method, where, world = acting(method, stage), place(stage), as_asked(world, state)
     with part(method, "down", where):
-        given = {c: method.down(state, c, stage, world) for c in stage.clients}
-        downs = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
+        sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
     came = engine.run(work, stage, downs, world.seed)
     with part(method, "expects", where):
-        labels = state.extra.get("labels") if "label_counts" in method.requires() else None
-        replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules, labels)
+        labels = state.extra.get("labels") if "label_counts" in needs else None
+        expected = with_asks(method.expects, stage, world)
+        replies, refused = screen(expected, stage, downs, came, rules, labels)
     done = int(state.extra.get("answered", 0))
     with told(watch, stage, replies, refused, downs):
         if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
@@ -239,6 +242,7 @@ def _run_stage(
             with part(method, "fold", where):
                 state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
                 guard_norm(state, stage, replies, world)
+            state = noted(state, replies, stage, world)
             if stage.hop:
                 state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)

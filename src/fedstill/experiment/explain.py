@@ -11,7 +11,7 @@ from fedstill import docstrings, registry
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
-from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
@@ -110,7 +110,7 @@ class Cost:
 def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
     settings, test = prepared.settings, prepared.sites.common_test
-    rounds = len(measured_rounds(settings.rounds, settings.measure_every))
+    rounds = len(settings.measured_in)
     out = []
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds

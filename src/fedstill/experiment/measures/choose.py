@@ -68,8 +68,8 @@ def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
 
 def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
-    if need == "queries" and not world.queries:
-        return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
+    if need == "queries" and not world.queries and world.asking is None:
+        return "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
     if need == "chain" and not any(stage.hop for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "local_models":

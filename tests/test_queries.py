@@ -6,16 +6,16 @@ import pytest
 import torch
 
 import toys
-from fedstill.data.queries import check_queries, draw
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
+from fedstill.queries import Asking, check_queries, drawn
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 
 
 def test_single_queries_are_one_class_that_the_client_lacks_and_another_has() -> None:
-    found = [draw(COUNTS, "single", seed) for seed in range(200)]
+    found = [drawn(Asking("single", seed), COUNTS) for seed in range(200)]
     assert {q for f in found for q in [f[0]]} == {(1,), (2,), (3,)}, "fewer than 50 are few, and nobody has class 4"
     assert {f[1] for f in found} == {(0,), (3,)}
     assert all(2 not in f for f in found), "client 2 lacks nothing that another has"
@@ -24,7 +24,7 @@ def test_single_queries_are_one_class_that_the_client_lacks_and_another_has() ->
 
 
 def test_multi_queries_have_two_or_three_classes_as_far_as_there_are_any() -> None:
-    found = [draw(COUNTS, "multi", seed) for seed in range(300)]
+    found = [drawn(Asking("multi", seed), COUNTS) for seed in range(300)]
     assert {len(f[0]) for f in found} == {2, 3}
     assert abs(sum(len(f[0]) == 2 for f in found) / 300 - 0.5) < 0.1
     assert all(f[1] == (0, 3) for f in found)
@@ -34,9 +34,9 @@ def test_multi_queries_have_two_or_three_classes_as_far_as_there_are_any() -> No
 
 
 def test_a_draw_is_a_function_of_its_seed_and_of_the_client_alone() -> None:
-    assert draw(COUNTS, "multi", 5) == draw(COUNTS, "multi", 5)
+    assert drawn(Asking("multi", 5), COUNTS) == drawn(Asking("multi", 5), COUNTS)
     more = torch.cat([COUNTS, COUNTS[:1]])
-    assert draw(more, "multi", 5)[0] == draw(COUNTS, "multi", 5)[0]
+    assert drawn(Asking("multi", 5), more)[0] == drawn(Asking("multi", 5), COUNTS)[0]
 
 
 def test_all_methods_of_a_run_share_the_queries() -> None:
@@ -95,4 +95,4 @@ def test_qkt_without_queries_is_refused_before_round_one() -> None:
 
 def test_more_least_than_most_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"query\.least = 4 is more than query\.most = 3"):
-        draw(COUNTS, "multi", 0, least=4)
+        Asking("multi", 0, least=4)
