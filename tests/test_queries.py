@@ -9,7 +9,7 @@ import toys
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.queries import Asking, check_queries, drawn
+from fedstill.queries import Asking, Standing, because, check_queries, drawn, offers, picked, reasons
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 
@@ -79,6 +79,23 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
         ({"classes": {"0": [1]}, "draw": "single"}, "written and drawn"),
         ({"fewer_than": 0}, "query.fewer_than = 0"),
         ({"kind": "single"}, "unknown key 'query.kind'"),
+        ({"draw": "all", "by": ["luck"]}, "query.by = 'luck'"),
+        ({"draw": "all", "by": []}, "query.by = []: name each of"),
+        ({"draw": "all", "by": ["lack", "lack"]}, "query.by = ['lack', 'lack']: name each of"),
+        ({"by": "lack"}, "say with query.draw for how many classes"),
+        ({"by": "lack", "classes": {"0": [1]}}, "say with query.draw for how many classes"),
+        ({"draw": "all", "by": "accuracy"}, "set query.accuracy_under, e.g. 0.6"),
+        ({"draw": "all", "by": "accuracy", "accuracy_under": 1.5}, "query.accuracy_under = 1.5"),
+        ({"draw": "all", "by": "accuracy", "accuracy_under": 0.0}, "query.accuracy_under = 0.0"),
+        ({"draw": "all", "accuracy_under": 0.5}, "query.accuracy_under is read where query.by names 'accuracy'"),
+        ({"draw": "all", "by": "need"}, "write which classes each client will need"),
+        ({"draw": "all", "needs": {"0": [1]}}, "query.needs is read where query.by names 'need'"),
+        ({"draw": "all", "by": "need", "needs": {"one": [1]}}, "query.needs.one: a client is a whole number"),
+        ({"draw": "all", "by": "need", "needs": {"0": ["a"]}}, "query.needs"),
+        ({"again": "mixed"}, "query.again: nobody asks"),
+        ({"draw": "all", "again": "yes"}, "query.again = 'yes'"),
+        ({"draw": "all", "again": "mixed"}, "in rounds = 1 clients ask once; set rounds"),
+        ({"draw": "all", "data_at_first": 0.5}, "query.data_at_first is how much data"),
     ],
 )
 def test_a_query_table_that_is_wrong_is_one_line(query: dict[str, object], said: str) -> None:
@@ -96,3 +113,67 @@ def test_qkt_without_queries_is_refused_before_round_one() -> None:
 def test_more_least_than_most_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"query\.least = 4 is more than query\.most = 3"):
         Asking("multi", 0, least=4)
+
+
+COUNTED = torch.tensor([90, 0, 49, 50, 0])
+MEASURED = Standing(COUNTED, right=torch.tensor([6, 0, 7, 7, 0]), held=torch.tensor([10, 0, 10, 10, 0]))
+
+
+def test_a_client_lacks_a_class_of_which_it_has_fewer_examples() -> None:
+    assert reasons(Asking("all", 0), 0, Standing(COUNTED)) == {1: {"lack": 0}, 2: {"lack": 49}, 4: {"lack": 0}}
+    assert reasons(Asking("all", 0, fewer_than=1), 0, Standing(COUNTED)) == {1: {"lack": 0}, 4: {"lack": 0}}
+
+
+@pytest.mark.parametrize(
+    ("under", "asked"), [(0.6, set()), (0.61, {0}), (0.7, {0}), (0.700001, {0, 2, 3}), (1, {0, 2, 3})]
+)
+def test_by_accuracy_it_asks_for_what_its_model_is_wrong_on_too_often(under: float, asked: set[int]) -> None:
+    why = reasons(Asking("all", 0, by=("accuracy",), accuracy_under=under), 0, MEASURED)
+    assert set(why) == asked, "a class of which none is held out is not asked for"
+    assert all(w == {"accuracy": float(MEASURED.right[c]) / 10, "held_out": 10} for c, w in why.items())  # type: ignore[index]
+
+
+def test_shares_that_no_float_has_are_compared_as_they_are_written() -> None:
+    for right, held in ((7, 100), (57, 100), (29, 100), (1, 3)):
+        standing = Standing(torch.tensor([held]), torch.tensor([right]), torch.tensor([held]))
+        assert not reasons(Asking("all", 0, by=("accuracy",), accuracy_under=right / held), 0, standing)
+
+
+def test_by_need_it_asks_for_what_it_says_whatever_it_has() -> None:
+    rule = Asking("all", 0, by=("need",), needs={0: (0, 4)})
+    assert reasons(rule, 0, Standing(COUNTED)) == {0: {"need": 1}, 4: {"need": 1}}
+    assert reasons(rule, 1, Standing(COUNTED)) == {}
+
+
+def test_several_reasons_stand_side_by_side() -> None:
+    rule = Asking("all", 0, by=("lack", "accuracy", "need"), accuracy_under=0.9, needs={3: (2,)})
+    assert reasons(rule, 3, MEASURED)[2] == {"lack": 49, "accuracy": 0.7, "held_out": 10, "need": 1}
+    assert because(reasons(rule, 3, MEASURED)[2]) == "has 49 examples; right on 70 % of 10 held out; will need it"
+
+
+@pytest.mark.parametrize("nothing", [Standing(COUNTED), Standing(COUNTED, torch.zeros(5), torch.zeros(5))])
+def test_without_held_out_examples_no_accuracy(nothing: Standing) -> None:
+    with pytest.raises(ConfigError, match=r"client 2 holds out no example .*; set plan.fit.validation"):
+        reasons(Asking("all", 0, by=("accuracy",), accuracy_under=0.5), 2, nothing)
+
+
+def test_of_the_classes_wanted_those_are_picked_that_another_client_has() -> None:
+    rule = Asking("all", 0, offered={0: (1, 2, 4)})
+    assert picked(rule, 0, [4, 0, 1]) == (1, 4)
+    assert picked(rule, 0, [0]) == ()
+    assert picked(rule, 1, [4, 0, 1]) == (0, 1, 4), "nobody knows who has what"
+    assert offers(torch.tensor([[1, 0, 2], [0, 0, 3]])) == {0: (2,), 1: (0, 2)}
+
+
+def test_a_later_query_is_another_draw_of_the_same_seed() -> None:
+    rule = Asking("single", 5)
+    wanted = list(range(20))
+    assert picked(rule, 0, wanted, 1) == drawn(rule, torch.tensor([[0] * 20, [90] * 20]))[0]
+    assert len({picked(rule, 0, wanted, n) for n in range(1, 9)}) > 1
+    assert picked(rule, 0, wanted, 3) == picked(rule, 0, wanted[::-1], 3)
+
+
+def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobody_else_has() -> None:
+    assert check_queries({0: (0,)}, COUNTS, None) == {0: (0,)}
+    with pytest.raises(ConfigError, match="no other client has an example of class 4"):
+        check_queries({0: (4,)}, COUNTS, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
-from fedstill.queries import Asking, Standing, Why, reasons
+from fedstill.queries import Asking, Standing, Why, reasons, without_numbers
 from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
 from fedstill.teachers import noise_probe
 from fedstill.trees import dtype_of
@@ -64,7 +64,8 @@ def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
         y, classes = view.validation.labels.cpu(), len(view.counts)
         hits = view.passes.logits(params, view.validation).argmax(1).cpu() == y
         right, held = (torch.bincount(labels, minlength=classes) for labels in (y[hits], y))
-    return reasons(asking, view.client, Standing(view.counts, right, held))
+    why = reasons(asking, view.client, Standing(view.counts, right, held))
+    return {c: without_numbers(w) for c, w in why.items()} if asking.discreet else why
 
 
 class Fit(ClientWork):

@@ -34,9 +34,9 @@ Trigger = Literal["lack", "accuracy", "need"]
 
 TRIGGERS: tuple[Trigger, ...] = ("lack", "accuracy", "need")
 
-Why = dict[str, float]
+Why = dict[str, float | None]
 """Why a class is asked for: ``lack``, the client's number of examples; ``accuracy``, on as many examples as
-``held_out``; ``need``, 1."""
+``held_out``; ``need``, 1. None for a number that stays at a site."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Asking:
     ``by``: the triggers, any of which is enough. ``fewer_than``: examples, for "lack"; ``accuracy_under``: for
     "accuracy"; ``needs``: classes by client, for "need". ``draw``: one of the classes, ``least`` to ``most``, or all.
     ``seed``: of the draw. ``offered``: the classes of which another client has an example, by client; a client that is
-    left out may ask for any.
+    left out may ask for any. ``discreet``: clients say why they ask without numbers.
     """
 
     draw: Literal["single", "multi", "all"]
@@ -58,6 +58,7 @@ class Asking:
     least: int = 2
     most: int = 3
     offered: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    discreet: bool = False
 
     def __post_init__(self) -> None:
         if self.least > self.most:
@@ -100,6 +101,33 @@ def reasons(asking: Asking, client: int, standing: Standing) -> dict[int, Why]:
         for c in asking.needs.get(client, ()):
             why[c] |= {"need": 1}
     return {c: w for c, w in why.items() if w}
+
+
+def without_numbers(why: Why) -> Why:
+    """The reasons alone.
+
+    >>> without_numbers({"lack": 12, "accuracy": 0.25, "held_out": 8})
+    {'lack': None, 'accuracy': None}
+    """
+    return dict.fromkeys((reason for reason in TRIGGERS if reason in why), None)
+
+
+def because(why: Mapping[str, float | None]) -> str:
+    """Why a class is asked for, in words; empty for no reason.
+
+    >>> because({"lack": 12}), because({"accuracy": 0.25, "held_out": 8, "need": 1})
+    ('has 12 examples', 'right on 25 % of 8 held out; will need it')
+    >>> because({"lack": None, "accuracy": None})
+    'has few examples; is often wrong'
+    """
+    told = []
+    if "lack" in why:
+        few = why["lack"]
+        told.append("has few examples" if few is None else f"has {few:g} example{'' if few == 1 else 's'}")
+    if "accuracy" in why:
+        share, held = why["accuracy"], why.get("held_out") or 0
+        told.append("is often wrong" if share is None else f"right on {100 * share:.0f} % of {held:g} held out")
+    return "; ".join([*told, *(["will need it"] if "need" in why else [])])
 
 
 def picked(asking: Asking, client: int, wanted: Sequence[int], number: int = 1) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
+    from fedstill.experiment.who_asks import who_asks
     from fedstill.report import catalogue, terminal
 
     settings = settle(load(config, set_))
@@ -110,6 +111,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
+        _explain_queries(*who_asks(prepared))
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
         screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
@@ -156,6 +158,18 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
             more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
             todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
             screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
+
+
+def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console(sentences=True)
+    if rows:
+        screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
+    if said:
+        screen.print(said, soft_wrap=True)
+    if rows or said:
+        screen.print()
 
 
 def _last_seen(result: Result, key: str) -> float | None:

@@ -55,6 +55,12 @@ class SiteViews:
             part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
         return self._counts(self.train.labels[part])
 
+    def label_shares(self, client: int) -> list[float]:
+        """What shares of a client's own data the classes (C,) have."""
+        counts = self.counts(client)
+        shares: list[float] = (counts / counts.sum()).tolist()
+        return shares
+
     def size(self, client: int) -> int:
         """The number of a site's own examples."""
         return len(self.public or ()) if client == SERVER else len(self.parts[client])

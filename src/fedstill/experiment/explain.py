@@ -15,6 +15,7 @@ from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
+from fedstill.raised import with_asks
 from fedstill.records import SERVER, Payload, Plan, Stage
 from fedstill.wire.privacy import Privacy
 
@@ -71,7 +72,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
             acting.add(client)
             count = _examples(prepared, client, stage)
             if client != SERVER:  # what the server computes itself is not sent
-                down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
+                down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
             own = _steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
     return Arithmetic(

@@ -56,13 +56,14 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
     forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
+    shown = ("accuracy", *(["forgetting"] if any(len(r.rounds) > 1 for g in groups for r in g.runs) else []))
     figures = [
         figure([lines(groups, style, key, **PERCENT)], text, title)
         for key, text, title in (
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if measured(groups, key) and (key == "accuracy" or any(len(r.rounds) > 1 for g in groups for r in g.runs))
+        if key in shown and measured(groups, "accuracy")
     ]
     if not figures:
         return None

@@ -93,7 +93,7 @@ PROBE = "probe"
 """The field of the stage ``fit`` that readers draw: a number for each class."""
 
 WHY = "why_asked"
-"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a number."""
+"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a number or None."""
 
 
 def _whys(value: Any) -> bool:
@@ -101,7 +101,7 @@ def _whys(value: Any) -> bool:
     if not isinstance(value, Mapping) or not all(_name(c) and c.isdecimal() for c in value):
         return False
     few = all(isinstance(why, Mapping) and len(why) <= MAX_REASONS for why in value.values())
-    return few and all(_name(k) and is_number(v) for why in value.values() for k, v in why.items())
+    return few and all(_name(k) and _number_or_none(v) for why in value.values() for k, v in why.items())
 
 
 _DRAWN: Mapping[str, Callable[[Any], bool]] = {PROBE: _list_of(is_number), WHY: _whys}

@@ -43,6 +43,7 @@ def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
         table.least,
         table.most,
         offers(counts),
+        discreet=settings.on_sites,
     )
 
 

@@ -19,7 +19,7 @@ from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.evaluation import evaluated, images_by_class
 from fedstill.experiment.running.privacy_budget import Budget
-from fedstill.experiment.running.queried import Queried
+from fedstill.experiment.running.queried import RunQueries
 from fedstill.metrics import consistency, forgetting
 from fedstill.origin import reason
 from fedstill.raised import as_asked, queries_raised, raises
@@ -55,7 +55,7 @@ class Measuring:
         self.measures = measures(settings.measure)
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = settings.measured_in
-        self.queried = Queried(self.prepared)
+        self.queried = RunQueries(self.prepared)
 
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""

@@ -19,7 +19,7 @@ Whys = dict[str, Any]
 
 
 @dataclass
-class Queried:
+class RunQueries:
     """The queries of a run: those known before, or those that clients raised in their last stage ``fit``.
 
     It also keeps each client's event of that stage, by which its answer is measured.
