@@ -44,6 +44,20 @@ THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
 
 SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
 
+SMALL = """
+rounds = 2
+method = "fedntd"
+[data]
+train_size = 300
+test_size = 60
+[topology]
+clients = 6
+sampled = 3
+[plan]
+epochs = 1
+"""
+"""A config that the commands run in seconds."""
+
 
 def blobs(seed: int = 0, size: int = 300) -> Dataset:
     """Five Gaussian classes as one-channel images of 4 × 4."""

@@ -12,27 +12,15 @@ from pathlib import Path
 
 import pytest
 
+import toys
 from fedstill.cli import call
-
-SMALL = """
-rounds = 2
-method = "fedntd"
-[data]
-train_size = 300
-test_size = 60
-[topology]
-clients = 6
-sampled = 3
-[plan]
-epochs = 1
-"""
 
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "small.toml"
-    path.write_text(SMALL)
+    path.write_text(toys.SMALL)
     return path
 
 

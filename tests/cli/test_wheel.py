@@ -13,22 +13,12 @@ from pathlib import Path
 import pytest
 from benchmarks.peers.environments import uv
 
+import toys
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MINUTES = 60.0
-SMALL = """
-rounds = 2
-method = "fedntd"
-[data]
-train_size = 300
-test_size = 60
-[topology]
-clients = 6
-sampled = 3
-[plan]
-epochs = 1
-"""
 SMALLER = ["topology.clients=10", "topology.sampled=3", "plan.epochs=1", "data.augment=[]", "data.train_size=400"]
 Fedstill = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -44,7 +34,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
     uv(["pip", "install", "--python", str(python), "-c", str(ROOT / "constraints.txt"), str(wheel)], 30 * MINUTES)
     for name in ("home", "elsewhere"):
         (place / name).mkdir()
-    (place / "elsewhere" / "small.toml").write_text(SMALL)
+    (place / "elsewhere" / "small.toml").write_text(toys.SMALL)
     return place / "elsewhere"
 
 

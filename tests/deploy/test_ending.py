@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedstill.deploy.supervising import descendants, running
+from fedstill.deploy.supervising import descendants, running, until_it_ends
+from fedstill.errors import DeployFailed
 
 psutil = pytest.importorskip("psutil")
 
@@ -61,3 +62,17 @@ def test_a_program_that_has_ended_started_nothing() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     assert descendants(done.pid) == []
+
+
+@pytest.mark.usefixtures("_same_signals")
+def test_one_of_two_programs_that_ends_is_noticed() -> None:
+    stays, leaves = (
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        [sys.executable, "-c", "raise SystemExit(3)"],
+    )
+    with running(leaves, {}) as program, running(stays, {}) as beside:
+        assert until_it_ends(program, beside) == 3
+    with running(stays, {}) as program, running(leaves, {}) as beside:
+        with pytest.raises(DeployFailed, match=r"trains and aggregates ended with status 3; its output says why"):
+            until_it_ends(program, beside)
+        assert program.poll() is None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import lzma
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -105,6 +107,36 @@ def test_a_folder_that_is_packed_is_unpacked_to_go_on(runs: Path) -> None:
     assert not evidence.restored(runs.parent / "nothing")
 
 
+def test_an_empty_folder_is_no_hindrance(runs: Path) -> None:
+    packed = evidence.pack(runs)
+    gone(runs)
+    runs.mkdir()
+    assert len(find([evidence.unpack(packed)])) == 2
+
+
+def test_a_half_read_pack_is_seen_by_nobody(runs: Path) -> None:
+    shutil.copytree(runs, runs.parent / f".{runs.name}.killed" / "runs")
+    assert len(find([runs.parent])) == 2
+
+
+def test_one_that_another_process_has_unpacked_meanwhile_is_taken(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = evidence.pack(runs)
+    kept = shutil.move(runs, runs.with_name("kept"))
+
+    def too_late(making: Path, folder: Path) -> Path:
+        shutil.copytree(kept, folder)
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(Path, "rename", too_late)
+    assert len(find([evidence.unpack(packed)])) == 2
+    assert sorted(p.name for p in runs.parent.iterdir()) == sorted([packed.name, runs.name, "kept"])
+
+
+def test_another_archive_among_runs_is_not_looked_at(runs: Path) -> None:
+    (runs / "images.tar.xz").write_bytes(b"a stranger's")
+    assert len(find([runs.parent])) == 2
+
+
 def tar(path: Path, *members: tarfile.TarInfo) -> Path:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
@@ -156,4 +188,4 @@ def test_a_pack_that_is_too_large_or_damaged_is_refused(
         with pytest.raises(CorruptFile, match="cannot be unpacked"):
             evidence.readable(runs)
     with pytest.raises(ConfigError, match="there is no pack"):
-        evidence.unpack(tmp_path / "nothing.tar.xz")
+        evidence.unpack(tmp_path / f"nothing{evidence.SUFFIX}")

@@ -99,7 +99,7 @@ def report(*directories: Path, out: Path | None = None, tensorboard: Path | None
 
 @app.command(name="pack")
 def pack_command(directory: Path) -> int:
-    """Write the configs, journals and summaries of all runs below a directory to one file, DIRECTORY.tar.xz.
+    """Write the configs, journals and summaries of all runs below a directory to one file, DIRECTORY.runs.tar.xz.
 
     `fedstill report` and `fedstill reproduce --table` read it as they read the directory, which may then be deleted.
 
@@ -118,7 +118,7 @@ def unpack_command(file: Path) -> int:
     """Make the directory again that `fedstill pack` wrote to a file.
 
     Args:
-        file: A file RUNS.tar.xz.
+        file: A file NAME.runs.tar.xz.
     """
     from fedstill.experiment.run_directory import evidence
 

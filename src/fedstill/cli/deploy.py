@@ -61,9 +61,9 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
         supervising.wait_for_port(federation, process)
         for line in () if insecure_for_testing else programs.admit(federation):
             print(line, flush=True)
-        with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env):
+        with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env) as tasks:
             print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
-            return process.wait()
+            return supervising.until_it_ends(process, tasks)
 
 
 @deploy.command(name="admit")

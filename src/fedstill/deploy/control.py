@@ -24,8 +24,12 @@ LINK = "fedstill"
 """The name that a federation's server has in Flower's own settings."""
 
 
-class NotListening(DeployFailed):
-    """The server does not answer (yet)."""
+class NoAnswer(DeployFailed):
+    """The server did not answer; whether it did what it was asked is not known."""
+
+
+class NotListening(NoAnswer):
+    """The server cannot be reached (yet): it was not asked."""
 
 
 class OperatorKey:
@@ -42,7 +46,7 @@ class OperatorKey:
 
 @dataclass(frozen=True)
 class Control:
-    """The server of a federation, asked by its operator. Raises NotListening, or DeployFailed with the server's reason.
+    """The server of a federation, asked by its operator. Raises NoAnswer, or DeployFailed with the server's reason.
 
     ``address``: host and port. ``certificates``: the authority's, a PEM; None for a server without TLS.
     """
@@ -136,14 +140,19 @@ class Control:
         except httpx.HTTPStatusError as error:
             said_why = " ".join(error.response.text.split())[:300]
             raise DeployFailed(f"the server refused {what}: {error.response.status_code} {said_why}") from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise NotListening(f"the server at {self.address} cannot be reached for {what}: {error}") from error
         except httpx.HTTPError as error:
-            raise NotListening(f"the server at {self.address} does not answer {what}: {error}") from error
+            raise NoAnswer(f"the server at {self.address} did not answer {what}: {error}") from error
         finally:
             client.close()
 
 
 def when_it_listens(ask: Callable[[], T], seconds: float) -> T:
-    """What a question is answered; it is asked again for some seconds if the server does not answer (yet)."""
+    """What a question is answered; it is asked again for some seconds if the server cannot be reached (yet).
+
+    A question that may have arrived is not asked again: the server would start a run twice.
+    """
     until = time.monotonic() + seconds
     while True:
         try:

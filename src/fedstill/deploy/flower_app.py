@@ -66,8 +66,6 @@ name = "digits"
 clients = {clients}
 """
 
-COMPONENTS = {"serverapp": "fedstill_app.server_app:app", "clientapp": "fedstill_app.client_app:app"}
-
 CODE = {
     "fedstill_app/__init__.py": b'"""fedstill as a Flower app."""\n',
     **{f"fedstill_app/{side}.py": SIDE.format(side=side).encode() for side in ("client_app", "server_app")},
@@ -91,12 +89,12 @@ def require_own_app(packed: bytes) -> None:
             names = set(files.namelist())
             code = {name: _read(files, name) for name in CODE.keys() & names}
             components = _components(_read(files, "pyproject.toml"))
-    except (zipfile.BadZipFile, OSError, KeyError, ValueError, RuntimeError, NotImplementedError, RecursionError) as e:
-        raise Refused(f"the app is not fedstill's: it cannot be read ({type(e).__name__})") from e
+    except Exception as error:  # a stranger's bytes: whatever reading them raises, they are not this app
+        raise Refused(f"the app is not fedstill's: it cannot be read ({type(error).__name__})") from error
     other = sorted(name for name in names if name.endswith(".py") and name not in CODE)
     if other:
         raise Refused(f"the app is not fedstill's: it brings code of its own, {other[0][:80]!r}")
-    if code != CODE or components != COMPONENTS:
+    if code != CODE or components != _components(PYPROJECT.encode()):
         raise Refused("the app is not fedstill's: its code is not what `fedstill deploy init` writes")
 
 

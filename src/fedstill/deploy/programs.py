@@ -1,4 +1,4 @@
-"""Flower's own programs, as fedstill starts them: the server's SuperLink, a client's SuperNode, the operator's flwr."""
+"""The programs of a federation, as fedstill starts them: Flower's server and clients, and what does their tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
@@ -19,9 +19,6 @@ from fedstill.engines.flower.messages import QUIET, require_flower
 from fedstill.errors import ConfigError, DeployFailed
 from fedstill.files import make_folder, write_whole
 
-if TYPE_CHECKING:
-    pass
-
 TASKS = (sys.executable, "-m", "fedstill.experiment.flower_tasks")
 """Does the tasks that Flower hands out; its arguments follow."""
 
@@ -30,7 +27,10 @@ ANSWER_SECONDS = 180.0
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What Flower's programs are started with: nothing is reported, checked or installed, settings are in ``home``."""
+    """What Flower's programs are started with: nothing is reported, checked or installed, settings are in ``home``.
+
+    No FLWR_* of the shell is handed on: such a setting can switch off what the gate relies on, such as the key.
+    """
     beside = str(Path(sys.executable).parent)
     path = os.pathsep.join([beside, os.environ.get("PATH", "")])
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FLWR_")}
@@ -140,12 +140,13 @@ def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[s
         if wanted.get(name) != key:
             control.unregister(node)
             yield f"{name or node} is no longer let in: its key is not listed"
-    for name in wanted.keys() - {n for n, key in there.values() if wanted.get(n) == key}:
+    for name in sorted(wanted.keys() - {n for n, key in there.values() if wanted.get(n) == key}):
         try:
             control.register(name, wanted[name])
         except DeployFailed as error:
             if "already in use" not in str(error):
                 raise
-            remedy = f"make client {name[6:]} a new one with `fedstill deploy key {federation.folder} {name[6:]}`"
+            number = client_of_key(name)
+            remedy = f"make client {number} a new one with `fedstill deploy key {federation.folder} {number}`"
             raise DeployFailed(f"{name}.pub was revoked once, and the server takes no key twice: {remedy}") from error
         yield f"{name} may connect from now on"

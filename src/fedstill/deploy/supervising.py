@@ -43,25 +43,36 @@ def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> I
 def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float) -> int:
     """Run a client until it ends, with a program beside it; its status.
 
-    One that the server refuses is started again for ``wait`` seconds. Raises DeployFailed if it is refused to the last.
+    One that the server refuses is started again for ``wait`` seconds. Raises DeployFailed if it is refused to the last,
+    or if the program beside it ends first.
     """
     until = time.monotonic() + wait
     while True:
         said: list[bytes] = []
         with (
-            running(beside, env),
+            running(beside, env) as helper,
             running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
         ):
             # a thread of its own: what the program has started may outlive it, and hold the pipe open
             echo = threading.Thread(target=_echo, args=(process, said), daemon=True)
             echo.start()
-            status = process.wait()
+            status = until_it_ends(process, helper)
         echo.join(ECHO_SECONDS)
         if not said:
             return status
         if time.monotonic() >= until:
             raise DeployFailed("the server refuses this client: its key is not listed in the server's folder, allowed")
         time.sleep(min(5.0, max(0.0, until - time.monotonic())))
+
+
+def until_it_ends(process: subprocess.Popen[bytes], beside: subprocess.Popen[bytes]) -> int:
+    """Wait for a program's end; its status. Raises DeployFailed if what does its work beside it ends first."""
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(1.0)
+        if beside.poll() is not None:
+            said = f"ended with status {beside.returncode}; its output says why"
+            raise DeployFailed(f"the process that trains and aggregates {said}. Start this command again")
 
 
 def _echo(process: subprocess.Popen[bytes], said: list[bytes]) -> None:

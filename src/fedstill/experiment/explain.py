@@ -9,6 +9,7 @@ from typing import Any
 
 from fedstill import docstrings, registry
 from fedstill.experiment.config.named_tables import NAMED
+from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measures
@@ -131,7 +132,7 @@ def _engine(prepared: Prepared) -> str:
 
 def resolved_values(settings: Settings) -> list[tuple[str, Any, str]]:
     """(dotted key, value, origin) of every resolved value; the origin is the default, the file or the command line."""
-    return [(k, v, _origin(k, settings.origins)) for k, v in _flat(settings.tree)]
+    return [(k, v, _origin(k, settings.origins)) for k, v in flat(settings.tree).items()]
 
 
 def about_key(settings: Settings, key: str) -> str:
@@ -168,13 +169,6 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     if whole is None and key.startswith("plan."):
         whole = origins.get("plan." + key.rpartition(".")[2])
     return whole or "default"
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    out: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        out += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return out
 
 
 def _examples(prepared: Prepared, client: int, stage: Stage) -> int:

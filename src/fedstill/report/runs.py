@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
@@ -149,22 +150,11 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
     return [(text, int(number or 0), number) for text, number in zip_longest(pieces[::2], pieces[1::2], fillvalue="")]
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings by dotted key.
-
-    >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
-    {'seed': 1, 'plan.train.lr': 0.1}
-    """
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return out
-
-
 def _below(directory: Path) -> Iterator[Path]:
-    """The folders of runs, also of those that are packed."""
+    """The folders of runs, packed ones too; none that is hidden: a pack may be half read there."""
     for config in directory.rglob(CONFIG):
-        if (config.parent / JOURNAL).is_file():
+        hidden = any(name.startswith(".") for name in config.relative_to(directory).parts)
+        if (config.parent / JOURNAL).is_file() and not hidden:
             yield config.parent
     for packed in packs_below(directory):
         yield from _below(readable(packed))

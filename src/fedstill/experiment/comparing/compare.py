@@ -18,6 +18,7 @@ from fedstill.errors import FedstillError, RunExists
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 
 BYTES_A_RUN = 1.5e9
@@ -160,16 +161,9 @@ def other_settings(variant: Variant) -> list[str]:
 
     if not (variant.folder / "config.toml").is_file():
         return []
-    wanted = _flat(_defining(variant.settings, variant.settings))
-    there = _flat(_defining(settings_of(variant.folder), variant.settings))
+    wanted = flat(_defining(variant.settings, variant.settings))
+    there = flat(_defining(settings_of(variant.folder), variant.settings))
     return sorted(k for k in {*wanted, *there} if wanted.get(k) != there.get(k))
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    flat = dict[str, Any]()
-    for key, value in tree.items():
-        flat |= _flat(value, f"{above}{key}.") if isinstance(value, Mapping) else {above + key: value}
-    return flat
 
 
 def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:

@@ -1,8 +1,9 @@
-"""Values given in addition to a config: ``key=value`` for one run, ``key=value,value`` for a grid of runs."""
+"""Values by dotted key: ``key=value`` for one run, ``key=value,value`` for a grid of runs, a tree as one level."""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 from fedstill.errors import ConfigError
@@ -42,3 +43,15 @@ def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
         words = [] if isinstance(whole, list) else [parse_overrides((f"{key}={v}",)) for v in values.split(",")]
         grid[key.strip()] = whole if isinstance(whole, list) else [v for word in words for v in word.values()]
     return grid
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings by dotted key.
+
+    >>> flat({"seed": 1, "plan": {"train": {"lr": 0.1}}})
+    {'seed': 1, 'plan.train.lr': 0.1}
+    """
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return out

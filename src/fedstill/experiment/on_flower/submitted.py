@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.deploy.control import Control, NotListening, when_it_listens
+from fedstill.deploy.control import Control, NoAnswer, when_it_listens
 from fedstill.deploy.folder import load_federation
 from fedstill.errors import DeployFailed
 from fedstill.experiment.config.settings import Settings
@@ -67,7 +67,7 @@ def _rounds(folder: Path) -> list[Any]:
 def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     try:
         how = control.ended(run)
-    except NotListening:
+    except NoAnswer:
         return  # the server may be starting again; it then says whether the run still exists
     if how is not None and not (folder / "summary.json").is_file():
         raise DeployFailed(f"the run ended on the server: {how}; go on with: fedstill resume {folder}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import lzma
-import shutil
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -16,14 +16,14 @@ from fedstill.files import digest, make_folder, write_whole
 EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json"})
 """The files that are packed: what was asked for, what happened, the numbers at the end. Models and pages are not."""
 
-SUFFIX = ".tar.xz"
+SUFFIX = ".runs.tar.xz"
 
 MOST = 2 << 30
 """Bytes that a pack may unpack to."""
 
 
 def pack(folder: Path) -> Path:
-    """Write the evidence of all runs below a folder to FOLDER.tar.xz; the same runs give the same bytes.
+    """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz; the same runs give the same bytes.
 
     Raises ConfigError if there is none, RunExists if the file exists with other runs.
     """
@@ -46,7 +46,7 @@ def pack(folder: Path) -> Path:
 
 
 def pack_of(folder: Path) -> Path:
-    """The file that a folder is packed to: RUNS.tar.xz beside RUNS."""
+    """The file that a folder is packed to: NAME.runs.tar.xz beside NAME."""
     return folder.with_name(folder.name + SUFFIX)
 
 
@@ -79,10 +79,12 @@ def packs_below(folder: Path) -> Iterator[Path]:
 def unpack(packed: Path) -> Path:
     """Write a pack's files to the folder that was packed; raises RunExists if that folder holds anything."""
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
-        raise ConfigError(f"there is no pack {packed}; name a file RUNS{SUFFIX}")
+        raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
     folder = packed.with_name(packed.name.removesuffix(SUFFIX))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunExists(f"{folder} is there already; move it away first")
+    if folder.exists():
+        folder.rmdir()
     return _unpacked(packed, folder)
 
 
@@ -98,17 +100,21 @@ def _unpacked(packed: Path, folder: Path) -> Path:
     """The folder, whole or not there."""
     if folder.is_dir():
         return folder
-    making = folder.with_name(f"{folder.name}.unpacking")
-    shutil.rmtree(making, ignore_errors=True)
-    make_folder(making)
-    try:
-        with tarfile.open(packed, mode="r:xz") as archive:
-            _check(packed, archive.getmembers())
-            archive.extractall(making, filter="data")
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        shutil.rmtree(making, ignore_errors=True)
-        raise CorruptFile(f"{packed} cannot be unpacked: {error}") from error
-    making.replace(folder)
+    make_folder(folder.parent)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        making = Path(place) / "runs"
+        making.mkdir()
+        try:
+            with tarfile.open(packed, mode="r:xz") as archive:
+                _check(packed, archive.getmembers())
+                archive.extractall(making, filter="data")
+        except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
+            raise CorruptFile(f"{packed} cannot be unpacked: {error}") from error
+        try:
+            making.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has unpacked the same file meanwhile
+                raise
     return folder
 
 

@@ -1,0 +1,54 @@
+"""What the operator's commands make of a server that is silent: what may have arrived is not asked twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fedstill.deploy.control import Control, NoAnswer, NotListening, when_it_listens
+from fedstill.errors import DeployFailed
+
+httpx = pytest.importorskip("httpx")
+control_client = pytest.importorskip("flwr.supercore.control").ControlHttpClient
+
+SILENCE: dict[str, tuple[Any, type[DeployFailed]]] = {
+    "nobody listens": (httpx.ConnectError("refused"), NotListening),
+    "nobody answers the call": (httpx.ConnectTimeout("late"), NotListening),
+    "the answer does not come": (httpx.ReadTimeout("late"), NoAnswer),
+    "the connection breaks": (httpx.RemoteProtocolError("closed"), NoAnswer),
+}
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, raises: Exception) -> list[str]:
+    """The questions that reach a server whose answer is this exception."""
+    questions: list[str] = []
+
+    def stop(_: Any, __: Any) -> None:
+        questions.append("stop")
+        raise raises
+
+    monkeypatch.setattr(control_client, "StopRun", stop)
+    return questions
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_each_silence_has_its_name(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raises, kind = SILENCE[silence]
+    asked(monkeypatch, raises)
+    with pytest.raises(DeployFailed, match=r"the server at 127.0.0.1:1 .* stop-run") as error:
+        Control("127.0.0.1:1", None, b"x" * 43).stop(1)
+    assert type(error.value) is kind
+
+
+@pytest.mark.parametrize("silence", SILENCE)
+def test_only_what_did_not_arrive_is_asked_again(silence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raises, kind = SILENCE[silence]
+    questions, clock = asked(monkeypatch, raises), iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    question: Callable[[], None] = lambda: Control("127.0.0.1:1", None, b"x" * 43).stop(1)  # noqa: E731
+    with pytest.raises(kind):
+        when_it_listens(question, 3.0)
+    assert len(questions) == (3 if kind is NotListening else 1)
