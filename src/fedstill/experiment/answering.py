@@ -52,6 +52,10 @@ class WithGuests(RunWorld):
     def model(self, client: int) -> ModelSpec:
         return self.guests[client - self.own].model if client >= self.own > 0 else super().model(client)
 
+    def name(self, client: int) -> str:
+        """What a client or guest is called."""
+        return self.guests[client - self.own].name if client >= self.own else f"client {client}"
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -108,8 +112,7 @@ def ask(
     prepared = with_query_of(prepared, client, tuple(why) or prepared.world.queries[client])
     world = _world(prepared, guests)
     everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
-    others = {c: p for c, p in everyone.items() if c != client}
-    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in others.items()}
+    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in everyone.items() if c != client}
     used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
     params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
     spec, shares = world.model(client), {c: prepared.sites.label_shares(c) for c in range(world.own)}
@@ -118,7 +121,7 @@ def ask(
         world.queries[client],
         prepared.dataset.classes,
         method.threshold,
-        {c: guests[c - world.own].name if c >= world.own else f"client {c}" for c in others},
+        {c: world.name(c) for c in probe},
         probe,
         used,
         {c: own for c, own in shares.items() if c != client},
