@@ -9,7 +9,7 @@ import toys
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.queries import Asking, Standing, because, check_queries, drawn, offers, picked, reasons
+from fedstill.queries import Asking, Standing, because, check_queries, check_unseen, drawn, offers, picked, reasons
 
 COUNTS = torch.tensor([[90, 0, 0, 49, 0], [0, 60, 50, 10, 0], [100, 100, 100, 100, 0]])
 
@@ -177,3 +177,9 @@ def test_what_is_needed_may_be_a_class_that_the_client_has_but_not_one_that_nobo
     assert check_queries({0: (0,)}, COUNTS, None) == {0: (0,)}
     with pytest.raises(ConfigError, match="no other client has an example of class 4"):
         check_queries({0: (4,)}, COUNTS, None)
+
+
+def test_of_sites_whose_labels_nobody_sees_the_classes_are_checked() -> None:
+    assert check_unseen({1: (3, 0, 3)}, 4) == {1: (0, 3)}
+    with pytest.raises(ConfigError, match="query of client 1: there is no class 4; classes are 0 to 3"):
+        check_unseen({1: (4,)}, 4)

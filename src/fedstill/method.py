@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
@@ -19,7 +18,7 @@ from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
 from fedstill.watch import Watch, told
 from fedstill.wire.screen import Rules, screen
-from fedstill.work import Census, ClientWork
+from fedstill.work import ClientWork
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,11 @@ class Method:
         return state.next(params=weighted_mean(replies))
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C)."""
-        return {"global": predictor(state.model or world.model(SERVER), state.params)}
+        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C).
+
+        As it stands the global model, if there is one.
+        """
+        return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
 
 
 @dataclass(frozen=True)
@@ -157,39 +159,6 @@ class Engine(Protocol):
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage; what the others remember of it is dropped."""
-
-
-def census_stage(world: World) -> Stage:
-    """The stage before round 1 in which every client sends its label counts."""
-    return Stage(0, 0, "census", tuple(range(world.clients)))
-
-
-def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
-    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
-    stage, work = census_stage(world), Census()
-    downs = {c: Payload() for c in stage.clients}
-    expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
-    replies, refused = screen(lambda _: expected, stage, downs, came, rules)
-    with told(watch, stage, replies, refused, downs):
-        demand_quorum(stage, replies, refused, rules)
-    labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
-    for reply in replies:
-        labels[reply.client] = reply.up.tensor("labels")
-    state = replace(state.next(labels=labels), round=1, stage=0)
-    watch.stage(stage, replies, refused, downs, state)
-    return state
-
-
-def _counted(reply: Reply, rules: Rules) -> Reply:
-    """The reply, or a failure where its label counts are no counts of as many examples as it claims."""
-    labels = reply.up.get("labels")
-    if reply.failure or not isinstance(labels, Tensor):
-        return reply
-    total = float(labels.double().sum())
-    if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
-        return replace(reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}")
-    return reply
 
 
 def run_round(

@@ -185,6 +185,15 @@ def check_queries(queries: Mapping[int, Sequence[int]], counts: Tensor, fewer_th
     return checked
 
 
+def check_unseen(queries: Mapping[int, Sequence[int]], classes: int) -> Queries:
+    """The same of real sites, whose label counts nobody sees; raises ConfigError for a class that does not exist."""
+    for client, wanted in sorted(queries.items()):
+        for c in wanted:
+            if not 0 <= c < classes:
+                raise ConfigError(f"query of client {client}: there is no class {c}; classes are 0 to {classes - 1}")
+    return {client: tuple(sorted(set(wanted))) for client, wanted in queries.items()}
+
+
 def _refuse(client: int, c: int, counts: Tensor, fewer_than: int | None) -> None:
     if not 0 <= c < counts.shape[1]:
         raise ConfigError(f"query of client {client}: there is no class {c}; classes are 0 to {counts.shape[1] - 1}")

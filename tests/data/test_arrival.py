@@ -81,7 +81,8 @@ def test_what_is_held_out_once_is_never_trained_on() -> None:
         own, held = set[int](), set[int]()
         for round in (1, 2, 3, 4):
             for name in ("fit", "transfer", "refine"):
-                train, kept = ready.sites._split(client, Stage(round, 0, name, (client,)))
+                share = ready.settings.plans[name].validation
+                train, kept = ready.sites._split(client, share, round)
                 own |= set(marks[train].tolist())
                 held |= set(marks[kept].tolist())
         assert not own & held

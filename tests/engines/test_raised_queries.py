@@ -185,6 +185,12 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
             "clients hold out no data .* set plan.fit.validation",
         ),
         ({"method": "fedavg", "rounds": 2}, IncompatibleMethod, "there is no stage 'fit'; set topology.first = 'fit'"),
+        ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.fitting.Fit"),
+        (
+            {"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 1}, "data": {"train_size": 10}},
+            ConfigError,
+            r"client \d has one example and cannot hold it out",
+        ),
         ({"method": "clue"}, IncompatibleMethod, "answers queries for one class; set query.draw = 'single'"),
         (
             {"rounds": 2, "query": {"again": "mixed"}},

@@ -18,7 +18,7 @@ from fedstill.errors import FedstillError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures import leakage
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.choose import measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.losses import standardize
@@ -215,16 +215,6 @@ def test_with_two_others_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
     ("method", "changes", "words"),
     [
         ("toy_logits", LOGITS, "method toy_logits does not say what its clients would send of other images' logits"),
-        (
-            "toy_prototypes",
-            {},
-            "clients of method toy_prototypes send neither models nor logits but prototypes",
-        ),
-        (
-            "toy_silent",
-            {},
-            "clients of method toy_silent send neither models nor logits; choose a method",
-        ),
         ("hiper_fedkd", {**LOGITS, "engine": "flower"}, "with engine = 'flower' it does not see models behind logits"),
     ],
 )
@@ -242,7 +232,6 @@ class Says(toys.Logits):
         return logits
 
 
-@method("toy_prototypes")
 @dataclass(frozen=True)
 class Prototypes(Method):
     """Clients send a mean feature of each class, and no model."""
@@ -251,13 +240,24 @@ class Prototypes(Method):
         return Payload(prototypes=torch.zeros(world.classes, 8))
 
 
-@method("toy_silent")
 @dataclass(frozen=True)
 class Silent(Method):
     """Clients send nothing at all."""
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         return Payload()
+
+
+@pytest.mark.parametrize(
+    ("sends", "words"), [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")]
+)
+def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
+    ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
+    setting = MeasuredRun(sends, "mine", ready.settings.topology(1, ready.world), ready.world)
+    with pytest.raises(
+        IncompatibleMethod, match=f"measure leakage: clients of method mine send neither models {words}"
+    ):
+        check_fit(measures(["leakage"]), setting)
 
 
 def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path) -> None:

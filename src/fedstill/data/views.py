@@ -73,7 +73,8 @@ class SiteViews:
             data = public or Examples(self.train.images[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)
             return View(client, spec, data, counts, public, None, None, passes)
-        own, held = self._split(client, stage)
+        plan = self.plans.get(stage.name)
+        own, held = self._split(client, plan.validation if plan else 0.0, stage.round)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
         data, test = self.train.take(own), self.own_test
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
@@ -89,13 +90,13 @@ class SiteViews:
     def _unlabelled(self) -> Examples | None:
         return self.public and Examples(self.public.images, torch.full_like(self.public.labels, -1))
 
-    def _split(self, client: int, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Positions in ``train`` of what a client trains on in a stage, and of what it holds out."""
-        part, plan = self.parts[client], self.plans.get(stage.name)
-        own, held = self._held_apart(client, len(part), plan.validation if plan else 0.0)
-        if self.arrival is not None:
+    def _split(self, client: int, share: float, round: int | None = None) -> tuple[Tensor, Tensor]:
+        """Positions in ``train`` of what a client trains on, and of the share that it holds out; of a round, or all."""
+        part = self.parts[client]
+        own, held = self._held_apart(client, len(part), share)
+        if round is not None and self.arrival is not None:
             turns = self.arrival.turns(client, self.train.labels[part])
-            own, held = (self.arrival.there(turns, some, stage.round) for some in (own, held))
+            own, held = (self.arrival.there(turns, some, round) for some in (own, held))
         return part[own], part[held]
 
     def _held_apart(self, client: int, size: int, share: float) -> tuple[Tensor, Tensor]:

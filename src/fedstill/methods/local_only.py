@@ -7,11 +7,9 @@ Memory: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from fedstill.fitting import FIT, FITTING, Fit
 from fedstill.method import Method
@@ -49,9 +47,6 @@ class LocalOnly(Method):
         models = many("model", {r.client: r.up.params for r in replies})
         answered = state.without(*(f"student.{r.client}" for r in replies))  # of the round before
         return answered.next(groups={**models, **sizes})
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        return {}
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:

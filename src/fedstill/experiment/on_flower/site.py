@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from fedstill.census import census_stage
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
@@ -29,7 +30,7 @@ from fedstill.experiment.preparing.run_world import world_of
 from fedstill.experiment.preparing.split import label_counts
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
-from fedstill.method import acting, census_stage
+from fedstill.method import acting
 from fedstill.records import Examples
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of

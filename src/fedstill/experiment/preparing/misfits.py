@@ -48,7 +48,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
         )
-    refuse_unraised(settings, world, schedule)
+    refuse_unraised(settings, world, sites, schedule)
     if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
             f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
@@ -56,7 +56,8 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested, here = sites.common_test is not None, settings.engine != "flower"
-    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, remembered=here)
+    labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
+    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 

@@ -8,11 +8,13 @@ from dataclasses import replace
 from torch import Tensor
 
 from fedstill.data.arrival import Arrival
+from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.run_world import RunWorld
-from fedstill.fitting import FIT
-from fedstill.queries import Asking, Queries, Standing, Why, check_queries, drawn, offers, reasons
+from fedstill.fitting import FIT, Fit
+from fedstill.method import acting
+from fedstill.queries import Asking, Queries, Standing, Why, check_queries, check_unseen, drawn, offers, reasons
 from fedstill.records import SERVER, Stage
 
 
@@ -65,7 +67,7 @@ def arrival_of(settings: Settings) -> Arrival | None:
     return Arrival(table.again, at_first, rounds, settings.seed)
 
 
-def refuse_unraised(settings: Settings, world: RunWorld, schedule: Sequence[Stage]) -> None:
+def refuse_unraised(settings: Settings, world: RunWorld, sites: SiteViews, schedule: Sequence[Stage]) -> None:
     """Raises IncompatibleMethod or ConfigError where clients could not raise their queries in the stages of a run."""
     if world.asking is None:
         return
@@ -75,11 +77,22 @@ def refuse_unraised(settings: Settings, world: RunWorld, schedule: Sequence[Stag
             f"{what}: clients ask after they have trained alone, and there is no stage 'fit'; set topology.first = "
             "'fit', or choose a method on peer_to_peer (qkt, naive_kd, local_only)"
         )
+    fit = next(stage for stage in schedule if stage.name == FIT)
+    if not isinstance(acting(settings.method, fit).work(fit), Fit):
+        raise IncompatibleMethod(
+            f"{what}: clients of method {settings.named.method.name} do not ask in its stage 'fit'; its work must be "
+            "fedstill.fitting.Fit, or derive from it"
+        )
     if "accuracy" not in world.asking.by:
         return
     held = plans[FIT].validation
     if not held:
         raise ConfigError(f"{what}: clients hold out no data to measure on; set plan.fit.validation, e.g. 0.1")
+    lone = next((c for c in range(len(sites.parts)) if sites.size(c) < 2), None)
+    if lone is not None and not settings.on_sites:
+        raise ConfigError(
+            f"{what}: client {lone} has one example and cannot hold it out; split the data so that each has two"
+        )
     later = sorted({s.name for s in schedule if s.view == "private" and SERVER not in s.clients and s.name in plans})
     other = next((n for n in later if plans[n].validation != held), "")
     if settings.query.again and other:
@@ -96,6 +109,4 @@ def _in_the_run(settings: Settings) -> bool:
 
 def _written(lists: Mapping[str, Sequence[int]], counts: Tensor, fewer_than: int | None) -> Queries:
     written = {int(client): classes for client, classes in lists.items()}
-    if not len(counts):  # real sites: nobody sees their labels
-        return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
-    return check_queries(written, counts, fewer_than)
+    return check_queries(written, counts, fewer_than) if len(counts) else check_unseen(written, counts.shape[1])

@@ -57,7 +57,10 @@ class Result:
         return Result(accuracy, forgetting, history, model, folder, summary, measures)
 
 
-OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
+"""What a summary says of a run whose clients have models of their own: the last round's."""
+
+OF_LAST = (*PERSONAL, "private_by_client", "public_by_client", "server_public_accuracy", "privacy")
 """What a summary has of the last round, where it is there."""
 
 
@@ -77,6 +80,7 @@ def summary_of(
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,
+        "answer": "clients" if "personal_clients" in history[-1] else "server",
         "accuracy": accuracies[-1],
         **best_and_recent(accuracies),
         "forgetting": history[-1]["forgetting"],

@@ -17,7 +17,8 @@ from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.evaluation import evaluated, images_by_class
+from fedstill.experiment.running.evaluation import counts_by_client, evaluated, images_by_class
+from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.queried import RunQueries
 from fedstill.metrics import consistency, forgetting
@@ -56,12 +57,14 @@ class Measuring:
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = settings.measured_in
         self.queried = RunQueries(self.prepared)
+        self._counts = counts_by_client(self.prepared.sites)
+        self._totals = images_by_class(self.prepared.sites, self.prepared.world.classes)
+        self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
 
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""
-        sites, data = self.prepared.sites, self.prepared.dataset
-        counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
-        told = {**self.queried.before(), "test_counts": self._totals()} if self.queried.anyone else {}
+        data, counts = self.prepared.dataset, self._counts
+        told = {**self.queried.before(), "test_counts": self._totals} if self.queried.anyone else {}
         return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
 
     def _networks(self) -> dict[str, Any]:
@@ -142,10 +145,11 @@ class Measuring:
         event = {
             "round": round,
             **measured,
-            "forgetting": forgetting([self._best, classes] if self._best else [classes]),
+            "forgetting": None if measured["accuracy"] is None else forgetting([self._best or classes, classes]),
             "consistency": consistency(before, classes),
-            **self._of_round(Reports(replies, before, classes, self._totals())),
-            **self.queried.answers(round, replies, measured, self._totals()),
+            **self._of_round(Reports(replies, before, classes, self._totals)),
+            **self.queried.answers(round, replies, measured, self._totals),
+            **self.own.round(),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
@@ -182,6 +186,7 @@ class Measuring:
                 self._before = rest["class_accuracy"]
             elif event["event"] == "round":
                 self._passed(rest["class_accuracy"])
+                self.own.round()
                 self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
                 self._note([dict(rest)])
@@ -208,6 +213,7 @@ class Measuring:
 
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events
+        self.own.note(events)
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)
@@ -216,9 +222,6 @@ class Measuring:
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
-
-    def _totals(self) -> list[int]:
-        return images_by_class(self.prepared.sites, self.prepared.world.classes)
 
 
 def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedstill.census import run_census
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
@@ -33,9 +34,10 @@ from fedstill.experiment.run_directory.claim import locked, new_directory, refus
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
 from fedstill.experiment.running.debugging import debugged
 from fedstill.experiment.running.measuring import Measuring
+from fedstill.experiment.running.own_answers import has_learned
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.files import digest, sweep, write_whole
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
 from fedstill.verdicts import part, within
@@ -193,8 +195,7 @@ class _Driver:
             self.watch.round(event, last)
         self.journal.sync()
         rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
-        summary = summary_of(self.settings, rounds, self.measuring.seconds)
-        write_result(self.folder, state, summary)
+        write_result(self.folder, state, summary_of(self.settings, rounds, self.measuring.seconds))
         return Result.of(self.folder)
 
     def stage(
@@ -233,14 +234,14 @@ class _Driver:
         return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
-        named = self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync())
-        self.engine.memory.prune(named)
+        self.engine.memory.prune(self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync()))
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
         with part(self.method, "predictors", where):
-            named = dict(self.method.predictors(state, self.world))
+            learned = has_learned(self.method, state, self.world)
+            named = dict(self.method.predictors(state, self.world)) if learned else {}
         return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
     def _identity(self) -> str:
