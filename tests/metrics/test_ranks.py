@@ -28,6 +28,7 @@ def test_it_is_that_of_scipys_paired_test() -> None:
     assert got is not None
     low, high = stats.ttest_rel(a, b).confidence_interval(0.95)
     assert (got.low, got.high) == (pytest.approx(low, abs=1e-12), pytest.approx(high, abs=1e-12))
+    assert got.p == pytest.approx(stats.ttest_rel(a, b).pvalue, rel=1e-12)
     assert got.told_apart == (stats.ttest_rel(a, b).pvalue < 0.05)
 
 
@@ -47,7 +48,7 @@ def test_one_pair_tells_nothing_apart() -> None:
 
 def test_equal_runs_are_not_told_apart_and_swapping_turns_the_sign() -> None:
     same = paired_difference(ONE, ONE)
-    assert same == Difference(0.0, 0.0, 0.0, 3)
+    assert same == Difference(0.0, 0.0, 0.0, 1.0, 3)
     assert not same.told_apart
     there, back = paired_difference(ONE, {1: 0.1, 2: 0.1, 3: 0.2}), paired_difference({1: 0.1, 2: 0.1, 3: 0.2}, ONE)
     assert there is not None

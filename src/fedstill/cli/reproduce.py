@@ -66,6 +66,6 @@ def reproduce(
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
     for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)
-    for line in reproduced.differences(paper_table, chosen, runs, against) if against else ():
+    for line in reproduced.apart_from(paper_table, chosen, runs, against) if against else ():
         screen.print(line)
     return code

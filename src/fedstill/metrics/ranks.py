@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import stdtr, stdtrit
 
 CONFIDENCE = 0.95
 
@@ -15,12 +15,14 @@ CONFIDENCE = 0.95
 class Difference:
     """A mean difference over pairs of runs of one seed, and the interval that holds the true one in 95 of 100 cases.
 
-    ``low``, ``high``: its ends, NaN for fewer than two pairs. ``pairs``: how many seeds both had.
+    ``low``, ``high``: its ends; ``p``: how often a difference as large comes by chance alone (the paired t test, both
+    sides); NaN for fewer than two pairs. ``pairs``: how many seeds both had.
     """
 
     mean: float
     low: float
     high: float
+    p: float
     pairs: int
 
     @property
@@ -45,6 +47,8 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float]) ->
     apart = np.array([ours[seed] - theirs[seed] for seed in both], dtype=np.float64)
     mean, count = float(apart.mean()), len(apart)
     if count < 2:
-        return Difference(mean, float("nan"), float("nan"), count)
-    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2) * apart.std(ddof=1) / np.sqrt(count))
-    return Difference(mean, mean - half, mean + half, count)
+        return Difference(mean, float("nan"), float("nan"), float("nan"), count)
+    error = float(apart.std(ddof=1) / np.sqrt(count))
+    half = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * error
+    p = float(2 * stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
+    return Difference(mean, mean - half, mean + half, p, count)

@@ -72,7 +72,7 @@ def paper_tables(
             yield table(("", "", *(f"client {c}" for c in range(count))), lines, words=2)
 
 
-def differences(
+def apart_from(
     recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], against: str
 ) -> Iterator[RenderableType]:
     """For every column, how far each row is from the row ``against``, paired by seed, with a 95 % interval.
