@@ -15,7 +15,8 @@ from fedstill.cli import call
 from fedstill.data.sources import load_dataset
 from fedstill.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.experiment.answering import ask
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.experiment import KEYS, Experiment
+from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.later_query import Later, with_new_data
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
@@ -274,3 +275,17 @@ def test_what_cannot_be_a_later_query_is_refused(local: Path, lacking: tuple[int
     named = replace(digits, classes=(*digits.classes[:-1], "tenth"))
     with pytest.raises(ConfigError, match="the run has no class 'tenth'; its classes: 0, 1"):
         ask(local, 0, [lacking[0]], later=Later(new=named))
+
+
+def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = toys.asking_again(data={"name": "digits", "train_size": 300, "test_size": 100})
+    (tmp_path / "again.toml").write_text(as_toml({k: v for k in KEYS if (v := getattr(tree, k)) != {}}))
+    assert call(["run", str(tmp_path / "again.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    gains = [f"{100 * e['query_gain']:.2f} %" for e in rounds]
+    assert len(gains) == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("gain, query after query")]
+    assert line.endswith(" → ".join(gains))

@@ -61,7 +61,7 @@ def run_command(
             result = runner.run(experiment, out, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
-    return _show(result)
+    return _show(result, again=settings.query.again is not None)
 
 
 @app.command(name="resume")
@@ -83,7 +83,7 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
             result = runner.resume(directory, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
-    return _show(result)
+    return _show(result, again=settings.query.again is not None)
 
 
 @app.command
@@ -198,7 +198,14 @@ def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*((m.title, percent(summary[m.key])) for m in PERSONAL), ("clients that were measured", measured)]
 
 
-def _show(result: Result) -> int:
+def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
+    """A number of each round in which clients asked, in order."""
+    from fedstill.report import terminal
+
+    return " → ".join(terminal.percent(e[key]) for e in history if key in e)
+
+
+def _show(result: Result, again: bool) -> int:
     from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
     from fedstill.report.numbers import COLUMNS
@@ -213,6 +220,7 @@ def _show(result: Result) -> int:
             for m in COLUMNS
             if "/" in m.key and (v := _last_seen(result, m.key)) is not None
         ),
+        *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
         *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),
