@@ -38,6 +38,7 @@ SETTINGS = {
         clients={"models": ["mlp", "logistic", "toy_batchnorm", "qkt_cnn"]},
     ),
     "peer_to_peer": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
+    "asked_again": toys.asking_again(),
 }
 KINDS = ("fsync", "replace", "unlink", "stage", "census")
 

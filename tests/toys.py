@@ -94,6 +94,18 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
     return Experiment(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def asking_again(**changes: object) -> Experiment:
+    """QKT with queries that clients raise in the run, twice, the second time with more of their data."""
+    by = {"by": ["lack", "accuracy"], "fewer_than": 3, "accuracy_under": 0.9}
+    values: dict[str, object] = {
+        "rounds": 2,
+        "topology": {"clients": 6},
+        "query": {"draw": "all", **by, "again": "mixed", "data_at_first": 0.5},
+        "plan": {"epochs": 3, "batch": 10, "lr": 0.05, "validation": 0.2},
+    }
+    return toy("qkt", **{**values, **changes})
+
+
 def suited(name: str) -> dict[str, object]:
     """What a toy experiment with a method needs: one round among peers, public data, queries."""
     built = lookup("method", name).build()

@@ -3,22 +3,29 @@
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), appendix A.2.
 Reading: early stopping "after 10 epochs without improvement" on a validation set, which A.6.4 says there is none of: a
 tenth of the client's own data is held out in this stage alone, and the best epoch's model is kept.
+Reading: in a later round, in which clients ask again, the stage goes on from the model that the client ended with.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
-from fedstill.records import SERVER, Carry, ModelSpec, Plan, Tensors, View, World
+from fedstill.queries import Asking, Standing, Why, reasons, without_numbers
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
 from fedstill.teachers import noise_probe
 from fedstill.trees import dtype_of
+from fedstill.wire.reports import PROBE, WHY
 from fedstill.work import ClientWork
 
 FIT = "fit"
+
+ASKS = "asks"
+"""The group of a reply, (C,) int8, that is 1 for the classes that a client has reason to ask for."""
 
 SAMPLES = 20
 """Examples of noise in a probe. Source: QKT, section 4.3."""
@@ -47,9 +54,41 @@ def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLE
     return noise_probe(lambda x: predict(x.to(dtype_of(params))), spec.input_shape, samples, probe_seed(world))
 
 
+def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
+    """The classes that a client has reason to ask for, and why, given the model that it trained alone.
+
+    Raises ConfigError if accuracy is a reason and the client holds out no example.
+    """
+    right = held = None
+    if "accuracy" in asking.by and view.validation is not None:
+        y, classes = view.validation.labels.cpu(), len(view.counts)
+        hits = view.passes.logits(params, view.validation).argmax(1).cpu() == y
+        right, held = (torch.bincount(labels, minlength=classes) for labels in (y[hits], y))
+    why = reasons(asking, view.client, Standing(view.counts, right, held))
+    return {c: without_numbers(w) for c, w in why.items()} if asking.discreet else why
+
+
 class Fit(ClientWork):
-    """Plain local training; the journal then says what the model predicts on noise."""
+    """Plain local training; the journal then says what the model predicts on noise.
+
+    Where queries are raised in the run, the client also says for which classes it has reason to ask, and why.
+    """
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        up, memory = super().end(params, carry, ran, view, world)
+        if world.asking is None:
+            return up, memory
+        asks = torch.zeros(world.classes, dtype=torch.int8)
+        asks[list(why_asked(world.asking, params, view))] = 1
+        return Payload(up, **{ASKS: asks}), memory
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
-        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model knows."""
-        return {"probe": [round(p, 6) for p in probed(view.model, params, world).double().tolist()]}
+        """``probe``: (C,) mean softmax on Gaussian noise, by which a peer estimates what this model knows.
+
+        ``why_asked``: by class, as text, why the client has reason to ask for it.
+        """
+        probe = [round(p, 6) for p in probed(view.model, params, world).double().tolist()]
+        if world.asking is None:
+            return {PROBE: probe}
+        why = why_asked(world.asking, params, view)
+        return {PROBE: probe, WHY: {str(c): w for c, w in why.items()}}

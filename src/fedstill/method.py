@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
@@ -14,11 +13,12 @@ from fedstill.fields import check_ranges
 from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
 from fedstill.origin import returned
+from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
 from fedstill.watch import Watch, told
 from fedstill.wire.screen import Rules, screen
-from fedstill.work import Census, ClientWork
+from fedstill.work import ClientWork
 
 
 @dataclass(frozen=True)
@@ -161,39 +161,6 @@ class Engine(Protocol):
         """Keep what these clients remember of a stage; what the others remember of it is dropped."""
 
 
-def census_stage(world: World) -> Stage:
-    """The stage before round 1 in which every client sends its label counts."""
-    return Stage(0, 0, "census", tuple(range(world.clients)))
-
-
-def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
-    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
-    stage, work = census_stage(world), Census()
-    downs = {c: Payload() for c in stage.clients}
-    expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
-    replies, refused = screen(lambda _: expected, stage, downs, came, rules)
-    with told(watch, stage, replies, refused, downs):
-        demand_quorum(stage, replies, refused, rules)
-    labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
-    for reply in replies:
-        labels[reply.client] = reply.up.tensor("labels")
-    state = replace(state.next(labels=labels), round=1, stage=0)
-    watch.stage(stage, replies, refused, downs, state)
-    return state
-
-
-def _counted(reply: Reply, rules: Rules) -> Reply:
-    """The reply, or a failure where its label counts are no counts of as many examples as it claims."""
-    labels = reply.up.get("labels")
-    if reply.failure or not isinstance(labels, Tensor):
-        return reply
-    total = float(labels.double().sum())
-    if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
-        return replace(reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}")
-    return reply
-
-
 def run_round(
     method: Method, state: State, stages: Sequence[Stage], world: World, engine: Engine, watch: Watch, rules: Rules
 ) -> State:
@@ -222,16 +189,18 @@ def _run_stage(
     watch: Watch,
     rules: Rules,
 ) -> State:
-    method, where = acting(method, stage), place(stage)
+    method, where, world = acting(method, stage), place(stage), as_asked(world, state)
     with part(method, "down", where):
-        given = {c: method.down(state, c, stage, world) for c in stage.clients}
-        downs = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
+        sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
     came = engine.run(work, stage, downs, world.seed)
     with part(method, "expects", where):
-        labels = state.extra.get("labels") if "label_counts" in method.requires() else None
-        replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules, labels)
+        labels = state.extra.get("labels") if "label_counts" in needs else None
+        expected = with_asks(method.expects, stage, world)
+        replies, refused = screen(expected, stage, downs, came, rules, labels)
     done = int(state.extra.get("answered", 0))
     with told(watch, stage, replies, refused, downs):
         if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
@@ -242,6 +211,7 @@ def _run_stage(
             with part(method, "fold", where):
                 state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
                 guard_norm(state, stage, replies, world)
+            state = noted(state, replies, stage, world)
             if stage.hop:
                 state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)

@@ -110,7 +110,7 @@ class PublicLogits(_Sampled):
 @register("topology", "peer_to_peer")
 @dataclass(frozen=True)
 class PeerToPeer:
-    """Every client fits its own model in round 1; students then learn from their peers' models, and refine."""
+    """In each round every client fits its own model; students then learn from their peers' models, and refine."""
 
     students: tuple[int, ...] = ()
     """Ids of the clients that learn; empty, all do."""
@@ -127,7 +127,7 @@ class PeerToPeer:
         strangers = sorted(set(students) - set(everyone))
         if strangers:
             raise ConfigError(f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}")
-        stages = [Stage(round, 0, "fit", everyone)] if round == 1 else []
+        stages = [Stage(round, 0, "fit", everyone)]
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         later = [n for n, wanted in (("transfer", self.transfer), ("refine", self.refine)) if wanted]

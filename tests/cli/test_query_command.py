@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,19 +15,32 @@ from fedstill.cli import call
 from fedstill.data.sources import load_dataset
 from fedstill.errors import ConfigError, CorruptFile, UnknownName
 from fedstill.experiment.answering import ask
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.experiment import KEYS, Experiment
+from fedstill.experiment.config.settings import as_toml
+from fedstill.experiment.later_query import Later, with_new_data
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.experiment.running.runner import run
+from fedstill.experiment.running.runner import run, settings_of
 from fedstill.models.contract import initial, spec_for
 from fedstill.models.model_files import load_model, save_model
+from fedstill.records import Stage
 
 CHANGES = {"plan.transfer.epochs": 2, "plan.refine.epochs": 2}
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("local") / "run", epochs=20)
+
+
+@pytest.fixture(scope="module")
+def weak(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose models are often wrong."""
+    return trained(tmp_path_factory.mktemp("weak") / "run", epochs=1)
+
+
+def trained(folder: Path, epochs: int) -> Path:
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("local") / "run"
     experiment = Experiment(
         rounds=1,
         method="local_only",
@@ -36,7 +50,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
         partition={"kind": "pathological", "classes_per_client": 3},
         topology={"clients": 6},
         query={"fewer_than": 1},
-        plan={"epochs": 20, "lr": 0.01},
+        plan={"epochs": epochs, "lr": 0.01},
     )
     run(experiment, folder)
     return folder
@@ -168,3 +182,110 @@ def test_a_damaged_checkpoint_is_said(local: Path, lacking: tuple[int, int], tmp
         path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(CorruptFile, match="no whole checkpoint is left"):
         ask(other, 0, [lacking[0]], CHANGES)
+
+
+def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(weak: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, out = ["--by", "accuracy", "--under", "1"], weak.parent / "raised.safetensors"
+    few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
+    assert call(["query", str(weak), "--client", "0", *lines, "--out", str(out), *few]) == 0
+    raised = ask(weak, 0, {"by": ("accuracy",), "accuracy_under": 1.0}, CHANGES)
+    said = capsys.readouterr().out
+    assert raised.why
+    for c, why in raised.why.items():
+        assert f"{c} ({c}): right on {100 * why['accuracy']:.0f} % of {why['held_out']:g} held out" in said
+    written = ask(weak, 0, raised.query, {**CHANGES, "query.fewer_than": 1000})
+    assert (written.query, written.before, written.after) == (raised.query, raised.before, raised.after)
+
+
+def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
+    counts = read_journal(local / "journal.jsonl")[0]["label_counts"]
+    lacks = tuple(c for c in range(10) if not counts[0][c] and any(row[c] for row in counts))
+    assert ask(local, 0, {"by": ("lack",)}, CHANGES).query == lacks
+
+
+def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
+    local: Path, lacking: tuple[int, int], tmp_path: Path
+) -> None:
+    counts = read_journal(local / "journal.jsonl")[0]["label_counts"][0]
+    first = ask(local, 0, [lacking[0]], CHANGES)
+    save_model(tmp_path / "student.safetensors", first.model, first.params)
+    digits = load_dataset("digits")
+    rows = (digits.train.labels == lacking[0]).nonzero().flatten()[:40]
+    new = replace(digits, train=digits.train.take(rows))
+    other = next(c for c in range(10) if c != lacking[0] and not counts[c])
+    short = {**CHANGES, "plan.fit.epochs": 3}
+    second = ask(local, 0, [other], short, later=Later(tmp_path / "student.safetensors", new))
+    assert second.new == 40
+    assert second.own[lacking[0]] == pytest.approx(40 / (sum(counts) + 40)), "the class is its own by now"
+    assert second.before[lacking[0]] > 0.5, "it learned the class, and has data of it"
+    assert second.before != first.after, "it trained alone on the new data first"
+    alone = ask(local, 0, [other], short, later=Later(new=new))
+    assert alone.before != second.before, "from another model"
+
+
+def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
+    digits = load_dataset("digits")
+    new = replace(digits, train=digits.train.take(torch.arange(30)))
+    prepared = with_new_data(prepare(settings_of(local)), 0, new)
+    total = len(prepared.sites.train) - 30
+    for client in (0, 1):
+        own, held = prepared.sites._split(client, 0.1)
+        assert (held.min() >= total) == (client == 0)
+        assert not set(own.tolist()) & set(held.tolist())
+    assert len(prepared.sites.view(0, Stage(1, 1, "transfer", (0,))).data) == len(prepared.sites.parts[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([], "name what the client asks for with --classes, or what is reason to ask with --by"),
+        (["--classes", "1", "--by", "lack"], "name what the client asks for with --classes, or"),
+        (["--by", "accuracy"], "--by accuracy and --under go together"),
+        (["--by", "lack", "--under", "0.5"], "--by accuracy and --under go together"),
+        (["--by", "luck"], "query.by = 'luck'"),
+        (["--by", "lack", "-s", "query.by=lack", "--student", "none.safetensors"], "there is no model file none"),
+        (["--by", "lack", "--new-data", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_raised_query_that_cannot_be_is_one_line(
+    local: Path, capsys: pytest.CaptureFixture[str], tokens: list[str], said: str
+) -> None:
+    assert call(["query", str(local), "--client", "0", *tokens]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_what_cannot_be_a_later_query_is_refused(local: Path, lacking: tuple[int, int], tmp_path: Path) -> None:
+    spec = spec_for("mlp", (1, 8, 8), 10, {"hidden": (16,)})
+    save_model(tmp_path / "m.safetensors", spec, initial(spec, 0))
+    with pytest.raises(ConfigError, match=r"was trained on all data of client 0; .* give new data"):
+        ask(local, 0, {"by": ("accuracy",), "accuracy_under": 0.5}, later=Later(tmp_path / "m.safetensors"))
+    wide = spec_for("mlp", (1, 8, 8), 10, {"hidden": (17,)})
+    save_model(tmp_path / "wide.safetensors", wide, initial(wide, 0))
+    with pytest.raises(ConfigError, match=r"wide.safetensors is a mlp\(hidden=\(17,\)\), client 0 has a mlp"):
+        ask(local, 0, [lacking[0]], later=Later(tmp_path / "wide.safetensors"))
+    with pytest.raises(ConfigError, match=r"images have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"):
+        ask(local, 0, [lacking[0]], later=Later(new=toys.blobs()))
+    with pytest.raises(
+        ConfigError, match=r"client 0 has no reason to ask: its model is right on 1e-07 % or more of each"
+    ):
+        ask(local, 0, {"by": ("accuracy",), "accuracy_under": 1e-9})
+    digits = load_dataset("digits")
+    named = replace(digits, classes=(*digits.classes[:-1], "tenth"))
+    with pytest.raises(ConfigError, match="the run has no class 'tenth'; its classes: 0, 1"):
+        ask(local, 0, [lacking[0]], later=Later(new=named))
+
+
+def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = toys.asking_again(data={"name": "digits", "train_size": 300, "test_size": 100})
+    (tmp_path / "again.toml").write_text(as_toml({k: v for k in KEYS if (v := getattr(tree, k)) != {}}))
+    assert call(["run", str(tmp_path / "again.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    said = capsys.readouterr().out
+    rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    gains = [f"{100 * e['query_gain']:.2f} %" for e in rounds]
+    assert len(gains) == 2
+    (line,) = [line for line in said.splitlines() if line.startswith("gain, query after query")]
+    assert line.endswith(" → ".join(gains))

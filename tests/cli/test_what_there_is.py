@@ -13,6 +13,7 @@ import pytest
 from fedstill import registry
 from fedstill.cli import app, call
 from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import about_key, resolved_values
 
@@ -142,6 +143,35 @@ def test_explain_says_what_each_value_is(capsys: pytest.CaptureFixture[str], tmp
     assert "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
     assert "privacy.delta 1e-05 default At which delta" in text
     assert "plan.train.lr 0.01 default Learning rate of the first round." in text
+
+
+SPLIT = ["explain", "-s", "method=qkt", "-s", "rounds=1", "-s", "topology.clients=3", "-s", "data.train_size=90"]
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ({"draw": "all", "fewer_than": 2}, "has 1 example"),
+        ({"draw": "all", "by": "need", "needs": {"1": [4]}}, "4: will need it"),
+        ({"classes": {"1": [4]}, "fewer_than": 99}, "written in the config"),
+        (
+            {"draw": "single", "by": ["accuracy", "need"], "accuracy_under": 0.5, "needs": {"0": [1]}},
+            "after the stage 'fit', for one class on which their model's accuracy is under 0.5 or that they say",
+        ),
+    ],
+)
+def test_explain_says_who_asks_for_what_and_why(
+    query: dict[str, object], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(as_toml({"query": query, "partition": "iid"}))
+    text = joined(said([SPLIT[0], str(config), *SPLIT[1:]], capsys))
+    assert says in text
+
+
+def test_explain_says_with_how_much_data_clients_ask_again(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = [*SPLIT, "-s", "query.draw=all", "-s", "query.again=mixed", "-s", "rounds=4"]
+    assert "in round 1 with 25 % of their data, in round 4 with all" in joined(said(tokens, capsys))
 
 
 def test_what_is_no_terminal_gets_no_spaces_at_the_end_of_lines(capsys: pytest.CaptureFixture[str]) -> None:

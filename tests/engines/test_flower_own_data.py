@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,15 +40,20 @@ def experiment(method: str, **changes: Any) -> Experiment:
     return toys.toy(method, **{**suited, "topology": {"clients": CLIENTS}, "data": {}, **changes})
 
 
+PLAN = {"epochs": 3, "batch": 10, "lr": 0.1}
 WITH_PUBLIC = {"data": {"public": toys.PUBLIC}}
 RUNS: dict[str, Experiment] = {
     "queries": experiment("qkt"),
     "queries, beside public data whose labels are hidden": experiment(
         "qkt",
         **WITH_PUBLIC,
-        plan={"epochs": 3, "batch": 10, "lr": 0.1, "transfer": {"keep": "best", "validation": 0.1}},
+        plan={**PLAN, "transfer": {"keep": "best", "validation": 0.1}},
     ),
     "queries, scored on public labels": experiment("qkt_var_e", **WITH_PUBLIC),
+    "queries that sites raise": experiment("qkt", query={"draw": "single", "fewer_than": 12}, plan=PLAN),
+    "queries that sites raise again, with new data": replace(
+        toys.asking_again(), topology={"clients": CLIENTS}, measure=()
+    ),
     "public logits": experiment("hiper_fedkd", **WITH_PUBLIC),
     "public logits and labels": experiment("fedmd", **WITH_PUBLIC),
     "public noise": experiment("feddf", data={"public": 40, "public_from": "noise"}),
@@ -113,10 +119,23 @@ def test_a_run_with_a_public_set_needs_a_copy_at_every_site(tmp_path: Path) -> N
         over(what, sites(simulated(what), tmp_path / "sites", public=False), tmp_path / "run")
 
 
-def test_a_query_that_would_need_the_sites_labels_is_refused_before_round_1(tmp_path: Path) -> None:
-    what = experiment("qkt", query={"draw": "single", "fewer_than": 5})
-    with pytest.raises(ConfigError, match=r"query.draw: the server does not see .*; write \[query.classes\]"):
-        over(what, [], tmp_path / "run")
+def test_the_server_knows_of_a_query_what_its_site_says(tmp_path: Path) -> None:
+    what = RUNS["queries that sites raise"]
+    over(what, sites(simulated(what), tmp_path / "sites"), tmp_path / "run")
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    asked = {e["client"]: e["query"] for e in events if e.get("name") == "fit"}
+    assert any(asked.values())
+    whys = [e["why_asked"] for e in events if e.get("name") == "fit"]
+    assert [set(why) >= {str(c) for c in q} for why, q in zip(whys, asked.values(), strict=True)] == [True] * CLIENTS
+    assert {json.dumps(w) for why in whys for w in why.values()} == {'{"lack": null}'}, "no number leaves a site"
+    assert {e["client"]: e["query"] for e in events if e.get("name") == "refine" and "query" in e} == {
+        c: query for c, query in asked.items() if query
+    }
+
+
+def test_a_method_without_a_fit_cannot_have_sites_raise_queries(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no stage .fit.; set topology.first = .fit."):
+        over(experiment("fedavg", query={"draw": "single"}), [], tmp_path / "run")
 
 
 @register("measure", "toy_spread")

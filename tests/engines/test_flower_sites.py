@@ -12,6 +12,7 @@ import torch
 
 import fedstill
 import toys
+from fedstill.census import census_stage
 from fedstill.engines.flower.messages import content, header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.errors import BadPayload, ConfigError
@@ -23,7 +24,6 @@ from fedstill.experiment.on_flower.site import Clerk, Site, load_site
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.fields import as_table
 from fedstill.files import digest
-from fedstill.method import census_stage
 from fedstill.records import Payload, Stage
 from flowers import needs_flower
 

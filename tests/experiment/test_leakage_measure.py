@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import torch
 import toys
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
-from fedstill.errors import IncompatibleMethod
+from fedstill.errors import FedstillError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures import leakage
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.experiment.measures.choose import measures
+from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.losses import standardize
+from fedstill.method import Method
 from fedstill.metrics.membership import attack, confidences, likelihood_ratios
-from fedstill.registry import register
+from fedstill.records import Payload, Stage, World
+from fedstill.registry import method, register
 from fedstill.wire.privacy import clip_rows
 
 LOOKS: list[tuple[Happened, Room]] = []
@@ -212,13 +214,67 @@ def test_with_two_others_there_is_no_likelihood_ratio(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "words"),
     [
-        ("toy_logits", LOGITS, "clients of method toy_logits send neither models nor logits"),
+        ("toy_logits", LOGITS, "method toy_logits does not say what its clients would send of other images' logits"),
         ("hiper_fedkd", {**LOGITS, "engine": "flower"}, "with engine = 'flower' it does not see models behind logits"),
     ],
 )
 def test_it_is_refused_where_it_could_not_see(method: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(IncompatibleMethod, match=f"measure leakage: {words}"):
         prepare(settle(toys.toy(method, measure=("leakage",), **changes)), toys.blobs())
+
+
+@method("toy_says")
+@dataclass(frozen=True)
+class Says(toys.Logits):
+    """A method of logits that says what its clients send."""
+
+    def answers(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+
+@dataclass(frozen=True)
+class Prototypes(Method):
+    """Clients send a mean feature of each class, and no model."""
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(prototypes=torch.zeros(world.classes, 8))
+
+
+@dataclass(frozen=True)
+class Silent(Method):
+    """Clients send nothing at all."""
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload()
+
+
+@pytest.mark.parametrize(
+    ("sends", "words"), [(Prototypes(), "nor logits but prototypes; choose"), (Silent(), "nor logits; c")]
+)
+def test_what_is_neither_a_model_nor_logits_is_refused_by_name(sends: Method, words: str) -> None:
+    ready = prepare(settle(toys.toy("fedavg")), toys.blobs())
+    setting = MeasuredRun(sends, "mine", ready.settings.topology(1, ready.world), ready.world)
+    with pytest.raises(
+        IncompatibleMethod, match=f"measure leakage: clients of method mine send neither models {words}"
+    ):
+        check_fit(measures(["leakage"]), setting)
+
+
+def test_a_method_of_ones_own_is_measured_if_it_says_what_is_sent(tmp_path: Path) -> None:
+    options = {"rounds": 1, **LOGITS}
+    (event, *_), _ = looked(tmp_path / "run", "toy_says", **options), LOOKS
+    seen, room = LOOKS[0]
+    tried = leakage._candidates(seen.stage.clients, seen.stage, room)
+    assert tried is not None
+    phi = {
+        c: confidences(room.passes().logits(OWN[c], tried.examples), tried.examples.labels) for c in seen.stage.clients
+    }
+    assert event["seen"]["loss"] == attacks_by_hand(phi, tried.owners)[0]
+
+
+def test_clients_that_remember_no_model_are_named() -> None:
+    with pytest.raises(FedstillError, match="measure leakage: client 3 sent logits and remembers no model"):
+        leakage._behind_logits(Payload(visits=1), 3)
 
 
 def test_every_engine_gives_the_same(tmp_path: Path) -> None:

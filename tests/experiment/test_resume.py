@@ -39,13 +39,20 @@ def test_a_run_stopped_after_every_single_stage_ends_with_the_same_bits(
             break
         except Interrupted:
             stops += 1
-    assert stops == {"parallel": 3, "sequential": 8, "public_logits": 7, "peer_to_peer": 3}[name]
+    assert stops == {"parallel": 3, "sequential": 8, "public_logits": 7, "peer_to_peer": 3, "asked_again": 6}[name]
     assert_same_bits(bits(folder), whole(name))
 
 
 @pytest.mark.parametrize(
     ("name", "stages"),
-    [("parallel", 2), ("sequential", 3), ("public_logits", 1), ("public_logits", 3), ("peer_to_peer", 2)],
+    [
+        ("parallel", 2),
+        ("sequential", 3),
+        ("public_logits", 1),
+        ("public_logits", 3),
+        ("peer_to_peer", 2),
+        ("asked_again", 4),
+    ],
 )
 def test_a_run_stopped_once_goes_on_to_the_same_bits(name: str, stages: int, whole: Whole, tmp_path: Path) -> None:
     folder = stopped(SETTINGS[name], tmp_path / "run", stages)

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 
 import toys
 from double import NEAR, in_double
+from fedstill.census import run_census
 from fedstill.engines.memory import Memory
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.models import contract, resnet
 from fedstill.records import State
 from fedstill.registry import register

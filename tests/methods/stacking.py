@@ -13,11 +13,12 @@ from torch import Tensor
 
 import toys
 from fedstill import registry
+from fedstill.census import run_census
 from fedstill.data.examples import Dataset
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.records import Reply, State
 from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal

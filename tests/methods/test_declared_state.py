@@ -12,9 +12,10 @@ from test_every_method import METHODS, experiment
 
 import toys
 from fedstill import docstrings, registry
+from fedstill.census import run_census
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.watch import Unwatched
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {

@@ -11,7 +11,9 @@ from run_journals import events
 import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running import runner
+from fedstill.queries import because
 from fedstill.report.asked import _client, _epochs, _trade, asked, noise_probes
+from fedstill.report.askers import one_after_another, query_rows, who_asked
 from fedstill.report.decision_planes import boundaries
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
@@ -93,6 +95,51 @@ def test_the_lines_between_classes_are_drawn_stage_by_stage(one: Path, finished:
         assert words in text
     others = groups([finished])
     assert boundaries(others, Style(others)) is None
+
+
+@pytest.fixture(scope="module")
+def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("again") / "run"
+    runner.run(toys.asking_again(), folder, toys.blobs())
+    return folder
+
+
+def test_who_asked_for_what_and_why_stands_in_a_table(one: Path, again: Path) -> None:
+    (first,) = groups([one])
+    counts, told = first.runs[0].start["label_counts"], events(one)[-1]["answers"]
+    assert query_rows(first) == [
+        ["1", str(a["client"]), f"class {c}", f"class {c}: {because({'lack': counts[a['client']][c]})}"]
+        for a in told
+        for c in a["query"]
+    ], "of runs of before, too, by their label counts"
+    (both,) = groups([again])
+    rows = query_rows(both)
+    assert [r[:2] for r in rows] == [
+        [str(e["round"]), str(a["client"])] for e in events(again) if e["event"] == "round" for a in e["answers"]
+    ]
+    assert any("held out" in str(r[3]) for r in rows)
+    assert any("example" in str(r[3]) for r in rows)
+    assert len(who_asked([first, first])) == 1, "the same queries in both"
+    assert len(who_asked([first, both])) == 2
+    text = asked([both], Style([both])).text  # type: ignore[union-attr]
+    assert "Who asked for what, and why" in text
+
+
+def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Path) -> None:
+    (first,), (both,) = groups([one]), groups([again])
+    assert one_after_another([first], Style([first])) is None
+    drawn = one_after_another([both], Style([both]))
+    assert drawn is not None
+    gains = [round(e["query_gain"], 5) for e in events(again) if e["event"] == "round"]
+    assert len(gains) == 2
+    for title in ("Average accuracy, query after query", "Gain, query after query", "Forgetting, query after query"):
+        assert title in drawn.text
+    assert json.dumps(gains).replace(" ", "") in drawn.text
+    run = both.runs[0]
+    last = events(again)[-1]["answers"][0]
+    figure = _client(run, last["client"])
+    assert [t["name"] for t in figure["data"]] == ["alone", "phase 1", "phase 2"], "of the last query"
+    assert run.untaught[1] == sum(len(e["answers"]) for e in events(again) if e["event"] == "round")
 
 
 @pytest.mark.parametrize("event", ["round", "client"])

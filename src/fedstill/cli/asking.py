@@ -8,13 +8,25 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from fedstill.cli.app import Names, Settings, app
+from fedstill.errors import ConfigError
 
 Client = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+Under = Annotated[float, Parameter(validator=validators.Number(gt=0, lte=1))]
 
 
 @app.command
 def query(
-    run: Path, *, client: Client, classes: Names, teachers: Names = (), out: Path | None = None, set_: Settings = ()
+    run: Path,
+    *,
+    client: Client,
+    classes: Names = (),
+    by: Names = (),
+    under: Under | None = None,
+    student: Path | None = None,
+    new_data: str | None = None,
+    teachers: Names = (),
+    out: Path | None = None,
+    set_: Settings = (),
 ) -> int:
     """Let one client of a finished local run ask its peers for classes; show what it gains and forgets, and from whom.
 
@@ -22,17 +34,29 @@ def query(
         run: The run's directory; its clients must have trained alone (method local_only).
         client: The client that asks.
         classes: The classes that it asks for, by number or name, e.g. 7,9.
+        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model is too often wrong).
+        under: By accuracy: it asks for classes on which its model is less accurate, on examples that it holds out.
+        student: The file of the model that the client has by now, e.g. of an earlier query; unset, the run's.
+        new_data: A data set or folder with new examples of the client, on which it first trains alone again.
         teachers: Model files that may teach too, in addition to the run's clients.
         out: The file for the student's model. Unset, one in the working directory.
         set_: A value of QKT or its plans, e.g. -s method.query_weight=2 -s plan.transfer.epochs=10. May be repeated.
     """
+    from fedstill.data.sources import load_dataset
     from fedstill.experiment.answering import ask, numbered
     from fedstill.experiment.config.overrides import parse_overrides
+    from fedstill.experiment.later_query import Later
     from fedstill.models.model_files import save_model
     from fedstill.report import answer, terminal
 
-    asked = numbered(run, classes)
-    answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers])
+    if bool(by) == bool(classes):
+        raise ConfigError("name what the client asks for with --classes, or what is reason to ask with --by")
+    if ("accuracy" in by) != (under is not None):
+        raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
+    reason = {"by": by, **({"accuracy_under": under} if under else {})}
+    asked = reason if by else numbered(run, classes)
+    later = Later(student, load_dataset(new_data) if new_data else None)
+    answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later)
     screen = terminal.console()
     for line in answer.answer_tables(answered):
         screen.print(line)

@@ -61,7 +61,7 @@ def run_command(
             result = runner.run(experiment, out, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
-    return _show(result)
+    return _show(result, again=settings.query.again is not None)
 
 
 @app.command(name="resume")
@@ -83,7 +83,7 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
             result = runner.resume(directory, watch=bar, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
-    return _show(result)
+    return _show(result, again=settings.query.again is not None)
 
 
 @app.command
@@ -99,6 +99,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
+    from fedstill.experiment.who_asks import who_asks
     from fedstill.report import catalogue, terminal
 
     settings = settle(load(config, set_))
@@ -118,6 +119,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
         screen.print(terminal.table(["network", "parameters", "has"], networks))
         screen.print()
+        _explain_queries(*who_asks(prepared))
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
         screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
     return 0
@@ -166,6 +168,18 @@ def _explain_measures(costs: Sequence[Cost]) -> None:
             screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
 
 
+def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
+    from fedstill.report import terminal
+
+    screen = terminal.console(sentences=True)
+    if rows:
+        screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
+    if said:
+        screen.print(said, soft_wrap=True)
+    if rows or said:
+        screen.print()
+
+
 def _last_seen(result: Result, key: str) -> float | None:
     """A number of the last measured round; None if no measure gave it."""
     from fedstill.report.runs import seen_by_round
@@ -184,7 +198,14 @@ def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*((m.title, percent(summary[m.key])) for m in PERSONAL), ("clients that were measured", measured)]
 
 
-def _show(result: Result) -> int:
+def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
+    """A number of each round in which clients asked, in order."""
+    from fedstill.report import terminal
+
+    return " → ".join(terminal.percent(e[key]) for e in history if key in e)
+
+
+def _show(result: Result, again: bool) -> int:
     from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
     from fedstill.report.numbers import COLUMNS
@@ -199,6 +220,7 @@ def _show(result: Result) -> int:
             for m in COLUMNS
             if "/" in m.key and (v := _last_seen(result, m.key)) is not None
         ),
+        *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
         *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedstill.data.arrival import Arrival
 from fedstill.data.inputs import Inputs
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
@@ -23,7 +24,8 @@ class SiteViews:
     Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
     ``own_test``: the test set of a real site, which stays there.
     ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
-    of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data.
+    of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
+    of clients grow with the rounds; None: all are there from the start.
     """
 
     train: Examples
@@ -40,13 +42,24 @@ class SiteViews:
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
     held_out: Literal["last"] | None = None
+    arrival: Arrival | None = None
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
 
-    def counts(self, client: int) -> Tensor:
-        """Label counts (C,) of a client's own data, held-out examples included."""
-        return self._counts(self.train.labels[self.parts[client]])
+    def counts(self, client: int, round: int | None = None) -> Tensor:
+        """Label counts (C,) of a client's own data, held-out ones included: of what it has in a round, or of all."""
+        part = self.parts[client]
+        if round is not None and self.arrival is not None:
+            turns = self.arrival.turns(client, self.train.labels[part])
+            part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
+        return self._counts(self.train.labels[part])
+
+    def label_shares(self, client: int) -> list[float]:
+        """What shares of a client's own data the classes (C,) have."""
+        counts = self.counts(client)
+        shares: list[float] = (counts / counts.sum()).tolist()
+        return shares
 
     def size(self, client: int) -> int:
         """The number of a site's own examples."""
@@ -61,10 +74,10 @@ class SiteViews:
             counts = torch.zeros(self.classes, dtype=torch.int64)
             return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
-        own, held = self._split(client, plan.validation if plan else 0.0)
+        own, held = self._split(client, plan.validation if plan else 0.0, stage.round)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
         data, test = self.train.take(own), self.own_test
-        counts = self.counts(client) if len(held) else self._counts(data.labels)
+        counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
         return View(client, spec, data, counts, public, validation, test, passes, query)
 
     def _counts(self, labels: Tensor) -> Tensor:
@@ -77,14 +90,24 @@ class SiteViews:
     def _unlabelled(self) -> Examples | None:
         return self.public and Examples(self.public.images, torch.full_like(self.public.labels, -1))
 
-    def _split(self, client: int, share: float) -> tuple[Tensor, Tensor]:
+    def _split(self, client: int, share: float, round: int | None = None) -> tuple[Tensor, Tensor]:
+        """Positions in ``train`` of what a client trains on, and of the share that it holds out; of a round, or all."""
         part = self.parts[client]
-        if self.held_out == "last" and share > 0 and len(part) > 1:
-            rounded = int((1 - share) * len(part))  # down, as in HiPer-FedKD's notebooks
-            kept = min(max(1, rounded), len(part) - 1)
-            return part[:kept], part[kept:]
-        held = max(1, round(share * len(part))) if share > 0 and len(part) > 1 else 0
+        own, held = self._held_apart(client, len(part), share)
+        if round is not None and self.arrival is not None:
+            turns = self.arrival.turns(client, self.train.labels[part])
+            own, held = (self.arrival.there(turns, some, round) for some in (own, held))
+        return part[own], part[held]
+
+    def _held_apart(self, client: int, size: int, share: float) -> tuple[Tensor, Tensor]:
+        """Which of a client's examples (by their number, from 0) it trains on, and which it holds out."""
+        everything = torch.arange(size)
+        if self.held_out == "last" and share > 0 and size > 1:
+            rounded = int((1 - share) * size)  # down, as in HiPer-FedKD's notebooks
+            kept = min(max(1, rounded), size - 1)
+            return everything[:kept], everything[kept:]
+        held = max(1, round(share * size)) if share > 0 and size > 1 else 0
         if not held:
-            return part, part[:0]
-        order = torch.randperm(len(part), generator=generator(seed_for(self.seed, 0, 0, client, "validation")))
-        return part[order[held:].sort().values], part[order[:held].sort().values]
+            return everything, everything[:0]
+        order = torch.randperm(size, generator=generator(seed_for(self.seed, 0, 0, client, "validation")))
+        return order[held:].sort().values, order[:held].sort().values

@@ -23,6 +23,7 @@ from fedstill.errors import ClientFailed, CorruptFile
 from fedstill.files import digest
 from fedstill.keys import seed_for
 from fedstill.origin import reason
+from fedstill.raised import as_sent, raises
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -140,12 +141,13 @@ class SerialEngine:
         remembered = digest(encode(self.memory.load(client)))
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
         measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
-        more = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
+        how = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
+        more = (*how, self.world.asking if raises(stage, self.world) else "")
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
-        view = self.sites.view(client, stage)
+        view = as_sent(self.sites.view(client, stage), down)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
         return Begun(view, carry, time.perf_counter() - start)
 

@@ -16,19 +16,19 @@ from fedstill.engines.passes import correct_by_class
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.config.experiment import Experiment, from_tree
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.later_query import Later, by_now, raised_by, with_query_of
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.running.runner import settings_of
 from fedstill.fields import as_table
-from fedstill.files import digest
 from fedstill.fitting import FIT, probed
 from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_files import load_model
+from fedstill.queries import Why
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
 from fedstill.watch import Unwatched
 
@@ -52,13 +52,19 @@ class WithGuests(RunWorld):
     def model(self, client: int) -> ModelSpec:
         return self.guests[client - self.own].model if client >= self.own > 0 else super().model(client)
 
+    def name(self, client: int) -> str:
+        """What a client or guest is called."""
+        return self.guests[client - self.own].name if client >= self.own else f"client {client}"
+
 
 @dataclass(frozen=True)
 class Answer:
     """The answer to a query, and what it changed.
 
     probe: each teacher's mean softmax (C,) on noise; used: those that taught; shares: label shares (C,) of the clients
-    among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares.
+    among the teachers; before, after: class accuracies (C,) on the common test set; own: the client's label shares;
+    why: the reasons for what is asked, where they raised the query; new: the client's new examples, on which it trained
+    before it asked.
     """
 
     client: int
@@ -74,51 +80,58 @@ class Answer:
     after: Sequence[float]
     model: ModelSpec = field(repr=False)
     params: Tensors = field(repr=False)
+    why: Mapping[int, Why] = field(default_factory=dict)
+    new: int = 0
 
 
 def ask(
     folder: Path,
     client: int,
-    query: Sequence[int],
+    query: Sequence[int] | Mapping[str, Any],
     changes: Mapping[str, Any] | None = None,
     teachers: Sequence[Path] = (),
     data: Dataset | None = None,
+    later: Later | None = None,
 ) -> Answer:
     """Answer one client's query by QKT, from the models that clients of a run trained alone.
 
-    ``changes``: dotted keys of QKT or its plans (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``:
-    model files beside the run's own. Where no teacher reaches the threshold, the local model is given back as it is.
-    Raises ConfigError for a query without an answer, for a run without local models, or for a teacher of another
-    class count or image shape; CorruptFile for a file that is damaged.
+    ``query``: classes by number; or what raises it, as keys of ``[query]``, e.g. ``{"by": ["lack"]}``: then the client
+    asks for all classes for which it has reason. ``changes``: dotted keys of QKT or its plans
+    (``method.query_weight``, ``plan.transfer.epochs``); ``teachers``: model files beside the run's own. ``later``: the
+    client has another model by now, or new data. Where no teacher reaches the threshold, the local model is given back
+    as it is.
+    Raises ConfigError for a query without an answer, for a client without reason to ask, for a run without local
+    models, or for a teacher of another class count or image shape; CorruptFile for a file that is damaged.
     """
     prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data)
-    models, sizes = _local_models(folder)
-    if client not in models:
-        raise ConfigError(f"client {client} trained no model in {folder}")
-    guests = tuple(_guest(path, prepared) for path in teachers)
-    world = _world(prepared, guests)
-    everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
     method = prepared.settings.method
     assert isinstance(method, QKT)
-    others = {c: p for c, p in everyone.items() if c != client}
-    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in others.items()}
+    guests = tuple(_guest(path, prepared) for path in teachers)
+    prepared, models, sizes = by_now(prepared, folder, client, later or Later())
+    why = raised_by(prepared, client, models[client]) if isinstance(query, Mapping) else {}
+    prepared = with_query_of(prepared, client, tuple(why) or prepared.world.queries[client])
+    world = _world(prepared, guests)
+    everyone = {**models, **{world.own + i: g.params for i, g in enumerate(guests)}}
+    probe = {c: probed(world.model(c), p, world, method.samples) for c, p in everyone.items() if c != client}
     used = [c for c, p in probe.items() if method.useful(p, world.queries[client])]
     params = _learn(prepared, world, method, everyone, sizes, client) if used else models[client]
-    spec, counts = world.model(client), [prepared.sites.counts(c) for c in range(world.own)]
+    spec, shares = world.model(client), {c: prepared.sites.label_shares(c) for c in range(world.own)}
     return Answer(
         client,
         world.queries[client],
         prepared.dataset.classes,
         method.threshold,
-        {c: guests[c - world.own].name if c >= world.own else f"client {c}" for c in others},
+        {c: world.name(c) for c in probe},
         probe,
         used,
-        {c: (counts[c] / counts[c].sum()).tolist() for c in others if c < world.own},
-        (counts[client] / counts[client].sum()).tolist(),
+        {c: own for c, own in shares.items() if c != client},
+        shares[client],
         _accuracies(prepared, spec, models[client]),
         _accuracies(prepared, spec, params),
         spec,
         params,
+        why,
+        later.examples if later else 0,
     )
 
 
@@ -132,32 +145,25 @@ def numbered(folder: Path, names: Sequence[str]) -> list[int]:
     return [int(name) if name.isdecimal() else known.index(name) for name in names]
 
 
-def _experiment(folder: Path, client: int, query: Sequence[int], changes: Mapping[str, Any]) -> Experiment:
+def _experiment(
+    folder: Path, client: int, query: Sequence[int] | Mapping[str, Any], changes: Mapping[str, Any]
+) -> Experiment:
     """The run's experiment with QKT for its method, one student and one query."""
     run = settings_of(folder)
     if FIT not in run.plans:
         raise ConfigError(f"{folder} has no models that clients trained alone; run method = 'local_only', then ask")
+    asked: dict[str, Any] = {"classes": {str(client): tuple(query)}}
+    if isinstance(query, Mapping):
+        asked = {"draw": "all", **query}
     tree = {
         **run.tree,
         "rounds": 1,
         "method": {"name": "qkt"},
         "topology": {"kind": "peer_to_peer", "students": (client,), "clients": run.clients},
-        "query": {"fewer_than": run.query.fewer_than, "classes": {str(client): tuple(query)}},
+        "query": {"fewer_than": run.query.fewer_than, **asked},
         "plan": {FIT: as_table(run.plans[FIT])},
     }
     return from_tree(tree, {}, folder).with_values({"reuse": False, **changes}, "command line")
-
-
-def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
-    if not (folder / "summary.json").is_file():
-        raise ConfigError(f"{folder} is not finished; `fedstill resume {folder}`, then ask")
-    config = digest((folder / "config.toml").read_bytes())
-    restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
-    models = restored.state.extra.many("model") if restored else {}
-    if not models:
-        raise ConfigError(f"{folder} keeps no models that clients trained alone; run method = 'local_only', then ask")
-    assert restored is not None
-    return models, {k: v for k, v in restored.state.extra.items() if k.startswith("size.")}
 
 
 def _guest(path: Path, prepared: Prepared) -> Guest:

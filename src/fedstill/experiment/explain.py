@@ -12,11 +12,12 @@ from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
-from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.method import Method
 from fedstill.models import contract
+from fedstill.raised import with_asks
 from fedstill.records import SERVER, Payload, Plan, Stage
 from fedstill.wire.privacy import Privacy
 
@@ -75,7 +76,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
             acting.add(client)
             count = _examples(prepared, client, stage)
             if client != SERVER:  # what the server computes itself is not sent
-                down, up = down + sent.nbytes, up + settings.method.expects(client, stage, world).nbytes
+                down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
             own = _steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
     return Arithmetic(
@@ -115,7 +116,7 @@ class Cost:
 def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     """The cost of each measure of a run."""
     settings, test = prepared.settings, prepared.sites.common_test
-    rounds = len(measured_rounds(settings.rounds, settings.measure_every))
+    rounds = len(settings.measured_in)
     out = []
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds

@@ -59,6 +59,8 @@ class CLUE(LocalOnly):
     """Clients that take part in one exchange, the one that asks included; 0 is all."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        if world.asking is not None and world.asking.draw != "single":
+            return "it answers queries for one class; set query.draw = 'single'"
         many = {c: len(query) for c, query in world.queries.items() if len(query) > 1}
         for client, count in sorted(many.items()):
             return f"it answers queries for one class, and client {client} asks for {count}; set query.draw = 'single'"
@@ -105,7 +107,7 @@ class Patched(ClientWork):
     method: CLUE
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        (wanted,) = world.queries[view.client]
+        (wanted,) = view.query
         peers = down.many("peer")
         knows = {c: float(probed(world.model(c), p, world, self.method.samples)[wanted]) for c, p in peers.items()}
         helper = max(knows, key=lambda c: (knows[c], -c), default=view.client)
@@ -139,5 +141,4 @@ class Patched(ClientWork):
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         """``helper``: who helped, the client itself if it has no peers; ``vote``: weights of its model and the copy."""
-        query = list(world.queries[view.client])
-        return {"query": query, "helper": carry["helper"], "vote": carry["vote"].tolist()}
+        return {"query": list(view.query), "helper": carry["helper"], "vote": carry["vote"].tolist()}

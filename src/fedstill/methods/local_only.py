@@ -35,7 +35,9 @@ class LocalOnly(Method):
         return State(params={})  # there is no global model
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return Payload(params=world.initial(client))
+        """In a later round a client goes on from the model that it ended with."""
+        before = state.extra.many("student").get(client) or fitted(state).get(client)
+        return Payload(params=before or world.initial(client))
 
     def work(self, stage: Stage) -> ClientWork:
         return Fit()
@@ -43,7 +45,8 @@ class LocalOnly(Method):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         sizes = {f"size.{r.client}": r.examples for r in replies}
         models = many("model", {r.client: r.up.params for r in replies})
-        return state.next(groups={**models, **sizes})
+        answered = state.without(*(f"student.{r.client}" for r in replies))  # of the round before
+        return answered.next(groups={**models, **sizes})
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:

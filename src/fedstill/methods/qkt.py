@@ -110,12 +110,12 @@ class QKT(NaiveKD):
             return PartlyRefined(self) if self.frozen else Refined(self)
         return Fit() if stage.name == FIT else Queried(self)
 
-    def mask(self, client: int, counts: Tensor, world: World) -> Tensor:
+    def mask(self, view: View, world: World) -> Tensor:
         """M (C,): lambda for classes asked for, 1 for the client's other classes, 0 for the rest."""
         if self.classes == "all":
             return torch.ones(world.classes)
-        mask = (counts > 0).to(dtype_of(world.initial(client)))
-        mask[list(world.queries[client])] = self.query_weight
+        mask = (view.counts > 0).to(dtype_of(world.initial(view.client)))
+        mask[list(view.query)] = self.query_weight
         return mask
 
     def shares(self, use: Tensor) -> Tensor:
@@ -135,11 +135,10 @@ class Queried(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         teachers = {str(c): (world.model(c), p) for c, p in down.many("peer").items()}
-        query, samples = world.queries[view.client], self.method.samples
-        probes = [probed(s, p, world, samples) for s, p in teachers.values()]
-        useful = [self.method.useful(p, query) for p in probes]
+        probes = [probed(s, p, world, self.method.samples) for s, p in teachers.values()]
+        useful = [self.method.useful(p, view.query) for p in probes]
         use = torch.tensor(useful, dtype=dtype_of(down.params)).reshape(-1, 1)
-        mask = self.method.mask(view.client, view.counts, world)
+        mask = self.method.mask(view, world)
         return Carry(down.params, teachers, constants={"use": self.method.shares(use), "mask": mask})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
@@ -165,7 +164,7 @@ class Queried(ClientWork):
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         used = [int(c) for c, u in zip(carry.teachers, carry["use"].flatten().tolist(), strict=True) if u]
-        return {"query": list(world.queries[view.client]), "teachers": used}
+        return {"query": list(view.query), "teachers": used}
 
 
 @dataclass(frozen=True)

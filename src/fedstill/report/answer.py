@@ -9,6 +9,7 @@ from rich.text import Text
 
 from fedstill.experiment.answering import Answer
 from fedstill.metrics import average_accuracy, query_accuracy_gain, query_forgetting, uniform_accuracy
+from fedstill.queries import because
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import SHADES, table
 
@@ -17,6 +18,10 @@ def answer_tables(answer: Answer) -> Iterator[RenderableType]:
     """The teachers, the classes, and the measures."""
     asked = ", ".join(f"{c} ({answer.classes[c]})" for c in answer.query)
     yield Text(f"client {answer.client} asks for {asked}", style="bold")
+    for c, why in answer.why.items():
+        yield Text(f"  {c} ({answer.classes[c]}): {because(why)}")
+    if answer.new:
+        yield Text(f"Before it asked it trained alone again, with {answer.new:,} new examples.")
     yield Text(
         f"\nA teacher is used if its mean prediction on noise reaches {answer.threshold:g} for a class asked for. Each "
         "mark is a class; it is darker where the teacher predicts the class more."

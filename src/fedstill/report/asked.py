@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
-from fedstill.errors import CorruptFile
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.fitting import FIT
+from fedstill.report.askers import asks_again, one_after_another, reading_queries, who_asked
 from fedstill.report.figures import COLOURS, DASHES, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
-from fedstill.report.runs import JOURNAL, Run
+from fedstill.report.runs import Run
 from fedstill.report.untaught import untaught
 
 PER_CENT = {"tickformat": ".0%"}
@@ -40,8 +39,10 @@ def asked(groups: Sequence[Group], style: Style) -> Html | None:
             "for each client that asked. Dotted: its model before, on the test set."
         )
         figures.append(figure([_epochs(curves[0])], says, "Phases, epoch by epoch"))
-    parts = [key(some, style), grid(figures), *_bars(some)]
-    says = "Clients asked their peers for classes that they lack. Accuracy is on the common test set."
+    parts = [key(some, style), grid(figures), one_after_another(some, style), *_bars(some), *who_asked(some)]
+    says = "Clients asked their peers for classes. Accuracy is on the common test set."
+    if any(asks_again(g) for g in some):
+        says += " Where they asked again, points and bars are of their last query."
     without = untaught({g.label: g.started for g in some})
     notes = [sentence(said) for said in (says, without) if said]
     return section("Queries: what clients gained and forgot", *notes, *parts, name="asked")
@@ -71,16 +72,6 @@ def noise_probes(groups: Sequence[Group]) -> Html | None:
     return section("The noise probe and the label shares", sentence(says), grid([left, right]), name="probe")
 
 
-@contextmanager
-def reading_queries(run: Run) -> Iterator[None]:
-    """Damaged entries raise CorruptFile with the journal's name."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise CorruptFile(f"{run.folder / JOURNAL}: the entries on queries are damaged: {said}") from error
-
-
 def _last(run: Run) -> Event:
     return run.rounds[-1] if run.rounds else {}
 
@@ -89,8 +80,14 @@ def _answers(run: Run) -> list[dict[str, Any]]:
     return [a for a in _last(run).get("answers") or [] if a["gain"] is not None and a["forgetting"] is not None]
 
 
+def _in_last(run: Run) -> list[Event]:
+    """What clients did in the last round; what those that asked but once did before it, too."""
+    last = max((e["round"] for e in run.clients if e.get("name") == FIT), default=0)
+    return [e for e in run.clients if e["round"] >= last]
+
+
 def _phases(run: Run) -> list[Event]:
-    return [e for e in run.clients if e.get("name") in ("transfer", "refine")]
+    return [e for e in _in_last(run) if e.get("name") in ("transfer", "refine")]
 
 
 def _trade(groups: Sequence[Group], style: Style) -> Figure:
@@ -156,7 +153,7 @@ def _client(run: Run, client: int) -> Figure:
     order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
     role = ["asked for" if c in query else "own" if counts[c] else "neither" for c in order]
     labels = [f"{plain(run.classes[c])} ({r})" for c, r in zip(order, role, strict=True)]
-    stages = [e for e in run.clients if e["client"] == client and e.get("correct_by_class")]
+    stages = [e for e in _in_last(run) if e["client"] == client and e.get("correct_by_class")]
     totals = _totals(run)
     shades = ("#999999", "#56B4E9", "#D55E00", "#009E73")
     data = [

@@ -33,11 +33,12 @@ def boundaries(groups: Sequence[Group], style: Style) -> Html | None:
 
 
 def _of_last_round(group: Group) -> list[Look]:
-    """The looks of the first seed that has any: after the client trained alone, and in the last round."""
+    """The looks of the first seed that has any: after the client last trained alone, and in the last round."""
     every = list(looks(group, "boundaries"))
     own = [look for look in every if look.run is every[0].run]
     last = own[-1].event["round"] if own else 0
-    return [look for look in own if look.event["round"] == last or look.event["name"] == "fit"]
+    alone = max((look.event["round"] for look in own if look.event["name"] == "fit"), default=0)
+    return [look for look in own if look.event["round"] == (alone if look.event["name"] == "fit" else last)]
 
 
 def _stage(look: Look) -> Html:

@@ -87,8 +87,8 @@ class Run:
 
     @property
     def untaught(self) -> tuple[int, int]:
-        """How many clients asked and had no teacher, and how many asked; (0, 0) for methods that do not choose any."""
-        taught = {e["client"]: e["teachers"] for e in self.clients if "query" in e and "teachers" in e}
+        """How many queries had no teacher, and how many there were; (0, 0) for methods that do not choose any."""
+        taught = {(e["round"], e["client"]): e["teachers"] for e in self.clients if "query" in e and "teachers" in e}
         return sum(not teachers for teachers in taught.values()), len(taught)
 
     def class_accuracy(self) -> dict[int, list[float | None]]:

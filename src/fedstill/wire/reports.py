@@ -19,6 +19,7 @@ MAX_WORD = 300
 MAX_FIELD = 64
 MAX_NAMES = 10_000
 MAX_NUMBERS = 1 << 17
+MAX_REASONS = 8
 MAX_REPORT = 1 << 17
 """The most characters of a method's own report, as JSON."""
 
@@ -91,6 +92,20 @@ COUNTED: Mapping[str, Callable[[Any], bool]] = {
 PROBE = "probe"
 """The field of the stage ``fit`` that readers draw: a number for each class."""
 
+WHY = "why_asked"
+"""The field of the stage ``fit`` that says why a client has reason to ask: by class, by reason, a number or None."""
+
+
+def _whys(value: Any) -> bool:
+    """Numbers by reason, by class."""
+    if not isinstance(value, Mapping) or not all(_name(c) and c.isdecimal() for c in value):
+        return False
+    few = all(isinstance(why, Mapping) and len(why) <= MAX_REASONS for why in value.values())
+    return few and all(_name(k) and _number_or_none(v) for why in value.values() for k, v in why.items())
+
+
+_DRAWN: Mapping[str, Callable[[Any], bool]] = {PROBE: _list_of(is_number), WHY: _whys}
+
 
 def wrong_report(metrics: Mapping[str, Any]) -> str:
     """Why a reply's metrics are not what a client may report; empty if they are.
@@ -126,7 +141,7 @@ def _wrong_field(name: Any, value: Any) -> str:
 
 def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
     check = ENGINE.get(name) or COUNTED.get(name)
-    check = check or (_seconds if name.startswith("seconds") else _list_of(is_number) if name == PROBE else None)
+    check = check or _DRAWN.get(name) or (_seconds if name.startswith("seconds") else None)
     return check(value) if check else _plain(value, depth, word)
 
 

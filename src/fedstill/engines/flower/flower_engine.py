@@ -30,7 +30,7 @@ class FlowerEngine:
     """``here`` does the stages of the server; ``request`` makes a request of what is known of the run and a payload.
 
     ``measures``: those that its clients take; None: those of ``here``. ``truth``: what the server knows of a client's
-    data. What clients remember is on their own disks; ``memory.index`` says which version of each the run counts.
+    data in a round. What clients remember is on their own disks; ``memory.index`` says which version of each counts.
     """
 
     here: SerialEngine
@@ -38,7 +38,7 @@ class FlowerEngine:
     request: Callable[..., Request]
     facts: Mapping[str, Any] = field(default_factory=dict)
     measures: ClientMeasures | None = None
-    truth: Callable[[int], Truth] = lambda _: Truth()
+    truth: Callable[[int, int], Truth] = lambda client, round: Truth()
     _held: dict[int, Version | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -65,7 +65,7 @@ class FlowerEngine:
         try:
             measures = self.measures or self.here.measures
             failure = a.failure or measures.refuses(a.metrics, stage, self.here.world.classes)
-            failure = failure or untrue(a.examples, a.metrics, self.truth(a.client))
+            failure = failure or untrue(a.examples, a.metrics, self.truth(a.client, stage.round))
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
         return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure)

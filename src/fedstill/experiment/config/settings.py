@@ -11,6 +11,7 @@ import tomli_w
 
 from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.fields import Count, as_table
 from fedstill.method import Method
 from fedstill.records import Plan
@@ -59,6 +60,11 @@ class Settings(TopKeys):
     def on_sites(self) -> bool:
         """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
         return self.engine == "flower" and self.flower.data == "sites"
+
+    @property
+    def measured_in(self) -> frozenset[int]:
+        """The rounds in which measures look: every so many, and the last; all of them where clients ask again."""
+        return measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
 
     @cached_property
     def tree(self) -> dict[str, Any]:

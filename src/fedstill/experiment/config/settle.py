@@ -16,8 +16,9 @@ from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.named_tables import NAMED, Named, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
+from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
-from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
+from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, TopKeys
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
 from fedstill.fitting import FIT, FITTING
@@ -55,7 +56,7 @@ def settle(experiment: Experiment) -> Settings:
         of_clients=replace(own, models=models),
         privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
         flower=_flower(experiment),
-        query=_query(experiment.table("query")),
+        query=read_query(experiment.table("query")),
         plans=_plans(method, experiment.table("plan"), named_topology),
         method=method,
         topology=named_topology.build(),
@@ -139,20 +140,6 @@ def _flower(experiment: Experiment) -> FlowerTable:
     return flower
 
 
-def _query(table: Mapping[str, Any]) -> QueryTable:
-    written = table.get("classes", {})
-    if isinstance(written, Mapping):
-        lists = {str(k): tuple(v) if isinstance(v, list) else v for k, v in written.items()}
-        table = {**table, "classes": lists}
-    query = read_record(QueryTable, table, "query")
-    for client in query.classes:
-        if not client.isdecimal():
-            raise ConfigError(f"query.classes.{client}: a client is a whole number, e.g. [query.classes] 3 = [7, 9]")
-    if query.classes and query.draw != "none":
-        raise ConfigError("query: classes are written and drawn; leave query.draw or [query.classes] out")
-    return query
-
-
 def _threads(value: Any) -> tuple[int, int]:
     if value == "auto":
         return 1, lone_threads()
@@ -171,8 +158,7 @@ def _device(value: str) -> Any:
 def _refuse_contradictions(settings: Settings) -> None:
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
-    if settings.named.topology.name == "peer_to_peer" and settings.rounds > 1:
-        raise ConfigError("rounds: peer_to_peer is one shot; set rounds = 1")
+    refuse_rounds(settings)
     if settings.privacy.on and "noisy_logits" not in settings.method.permits:
         raise IncompatibleMethod(
             f"[privacy] protects logits that clients upload, and method {settings.named.method.name} uploads none; "

@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Len
 
+from fedstill.data.arrival import Order
 from fedstill.engines.precision import Precision
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, Share, as_table
+from fedstill.queries import Trigger
 from fedstill.wire.screen import MAX_EXAMPLES, MostExamples, Rules
 
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
@@ -137,10 +139,10 @@ class FlowerTable:
 class QueryTable:
     """``[query]``: which classes clients ask for: drawn, or written in ``[query.classes]``, ``client = [classes]``."""
 
-    draw: Literal["none", "single", "multi"] = "none"
-    """Whether clients ask for classes that they lack: none, one class each, or several."""
+    draw: Literal["none", "single", "multi", "all"] = "none"
+    """Whether clients ask for classes, and for how many of those they have reason to: none, one, several, or all."""
     fewer_than: Count = 50
-    """A client can ask for a class of which it has fewer examples than this."""
+    """A client lacks a class of which it has fewer examples than this."""
     least: Count = 2
     """The fewest classes in a query of several."""
     most: Count = 3
@@ -149,3 +151,23 @@ class QueryTable:
     """What the queries are drawn from; unset: the run's seed."""
     classes: Mapping[str, tuple[CountOrZero, ...]] = field(default_factory=dict)
     """The queries written out: the classes that each client asks for."""
+    by: tuple[Trigger, ...] | None = None
+    """What is reason to ask for a class: that the client lacks it (unset), its model's accuracy on it, or a need."""
+    accuracy_under: PositiveShare | None = None
+    """By accuracy: a client asks for classes on which its local model is less accurate, on its held-out examples."""
+    needs: Mapping[str, tuple[CountOrZero, ...]] | None = None
+    """By need: the classes that each client says it will need, whatever it has of them."""
+    again: Order | None = None
+    """In what order new data come with which clients ask again in every round; unset: they ask once, with all data."""
+    data_at_first: PositiveShare | None = None
+    """The share of its data with which a client asks first; the rest comes in equal parts; unset: 1 / rounds."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether any client may ask."""
+        return self.draw != "none" or bool(self.classes)
+
+    @property
+    def triggers(self) -> tuple[Trigger, ...]:
+        """What is reason to ask for a class."""
+        return self.by or ("lack",)

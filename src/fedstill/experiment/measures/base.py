@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import safetensors.torch
 import torch
@@ -118,6 +118,14 @@ class Room:
     def draw(self, purpose: str) -> torch.Generator:
         """Random numbers for a purpose: the same in every round, so that rounds and models can be compared."""
         return generator(seed_for(self.world.seed, 0, 0, SERVER, purpose))
+
+
+@runtime_checkable
+class SaysLogits(Protocol):
+    """A method whose clients send ``logits`` on public images, and remember their own model as ``params``."""
+
+    def answers(self, logits: Tensor) -> Tensor:
+        """What a client sends of its model's logits (n, C): (n, C)."""
 
 
 class Measure:

@@ -38,6 +38,8 @@ class Boundaries(Measure):
         ``x_range``, ``y_range``: the plane's ends; row i, column j of ``plane`` is the j-th place along x and the i-th
         along y. ``accuracy``: (C,) on the whole test set, None for a class without images.
         """
+        if not room.world.queries:
+            return None
         client = min(room.world.queries)
         params, spec = seen.local_models.get(client), room.world.model(client)
         if params is None or "features" not in contract.capabilities(spec):

@@ -9,11 +9,11 @@ from typing import Any
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
-from fedstill.experiment.measures.base import Measure
+from fedstill.experiment.measures.base import Measure, SaysLogits
 from fedstill.method import Method
-from fedstill.methods.public_logits import LogitExchange
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
+from fedstill.wire.privacy import GROUP
 
 
 def measures(names: Sequence[str]) -> dict[str, Measure]:
@@ -70,8 +70,8 @@ def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
 
 def _lacks(need: str, setting: MeasuredRun) -> str:
     spec, world = setting.world.model(SERVER), setting.world
-    if need == "queries" and not world.queries:
-        return "it looks at a client that asked; set query.draw = 'single' or 'multi', or write [query.classes]"
+    if need == "queries" and not world.queries and world.asking is None:
+        return "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
     if need == "chain" and not any(stage.hop for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
     if need == "local_models":
@@ -100,16 +100,30 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
 
 
 def _no_uploads(setting: MeasuredRun) -> str:
-    if any(_sends_models(stage, setting) for stage in setting.schedule):
+    sent = set().union(*(_sent(stage, setting) for stage in setting.schedule))
+    if "params" in sent:
         return ""
-    if not isinstance(setting.method, LogitExchange):
-        return f"clients of method {setting.name} send neither models nor logits; choose a method whose clients do"
+    if GROUP not in sent:
+        other = f" but {', '.join(sorted(sent))}" if sent else ""
+        return (
+            f"clients of method {setting.name} send neither models nor logits{other}; choose a method whose clients do"
+        )
+    if not isinstance(setting.method, SaysLogits):
+        return (
+            f"method {setting.name} does not say what its clients would send of other images' logits; give it "
+            "answers(logits)"
+        )
     return "" if setting.remembered else "with engine = 'flower' it does not see models behind logits; choose another"
 
 
-def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
+def _sent(stage: Stage, setting: MeasuredRun) -> set[str]:
+    """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
+    return set() if client == SERVER else set(setting.method.expects(client, stage, setting.world))
+
+
+def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
+    return "params" in _sent(stage, setting)
 
 
 def _holds_out(stage: Stage, world: World) -> bool:

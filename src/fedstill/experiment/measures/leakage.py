@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.errors import FedstillError
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, SaysLogits
 from fedstill.keys import seed_for
-from fedstill.methods.public_logits import LogitExchange
 from fedstill.metrics.membership import LEAST_OUT, attack, confidences, likelihood_ratios
 from fedstill.metrics.values import Values
 from fedstill.records import SERVER, Examples, Payload, Stage, Tensors
@@ -41,6 +41,9 @@ class Leakage(Measure):
     client would send if they were public: its model's logits, as its method sends them (standardised, say), clipped
     and with noise as ``[privacy]`` says. Nothing is planted in the run. Logits on images that really are public give
     less away; ``global`` is the model that learned from those.
+    Any method can be measured whose clients send models (``params``), or ``logits`` of a model that they remember as
+    ``params`` if the method says by ``answers(logits)`` what is sent of them. Others are refused by name: of prototypes
+    or of logits that are made in an unknown way it cannot be told what planted images would have given.
     Reading: all numbers that are sent are read as logits, also DS-FL's probabilities: their order is nearly the same.
     Reading: it is on one upload. Who asks for the same again averages the noise; epsilon counts that.
     Reading: the other clients are a poor sample of models that did not see an example: their classes differ, and they
@@ -83,8 +86,14 @@ def _models(seen: Happened, room: Room) -> Iterator[tuple[int, Tensors]]:
             continue
         if "params" in reply.up:
             yield reply.client, reply.up.params
-        elif GROUP in reply.up and isinstance(room.method, LogitExchange) and room.remembered is not None:
-            yield reply.client, room.remembered(reply.client).params
+        elif GROUP in reply.up and isinstance(room.method, SaysLogits) and room.remembered is not None:
+            yield reply.client, _behind_logits(room.remembered(reply.client), reply.client)
+
+
+def _behind_logits(memory: Payload, client: int) -> Tensors:
+    if "params" not in memory:
+        raise FedstillError(f"measure leakage: client {client} sent logits and remembers no model, a group 'params'")
+    return memory.params
 
 
 def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict[str, Any]:
@@ -148,7 +157,7 @@ def _on_global(seen: Happened, room: Room) -> dict[str, Any]:
 def _told(client: int, params: Tensors, images: Examples, stage: Stage, room: Room) -> tuple[Tensor, Tensor]:
     """What a client's upload says of images (n, C): before ``[privacy]``, and as the server sees it."""
     logits = room.passes().logits(params, images, room.world.model(client)).cpu()
-    sent = room.method.answers(logits) if isinstance(room.method, LogitExchange) else logits
+    sent = room.method.answers(logits) if isinstance(room.method, SaysLogits) else logits
     seed = seed_for(room.world.seed, stage.round, stage.index, client, "leakage noise")
     return sent, room.privacy.protect(Payload({GROUP: sent}), seed).tensor(GROUP)
 

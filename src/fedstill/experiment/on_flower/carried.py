@@ -56,18 +56,18 @@ def engine_of(
     return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared))
 
 
-def truth_of(prepared: Prepared) -> Callable[[int], Truth]:
-    """What the server knows of each client's data: all in a simulation, nothing of real sites."""
+def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
+    """What the server knows of each client's data in each round: all in a simulation, nothing of real sites."""
     sites, classes = prepared.sites, prepared.world.classes
     if prepared.settings.on_sites:
-        return lambda client: Truth()
+        return lambda client, round: Truth()
 
     def by_class(examples: Examples | None) -> list[int] | None:
         there = examples is not None and bool((examples.labels >= 0).all())
         return torch.bincount(examples.labels.cpu(), minlength=classes).tolist() if examples and there else None
 
     test, public = by_class(sites.common_test), by_class(sites.public)
-    return lambda client: Truth(sites.counts(client).tolist(), test, public)
+    return lambda client, round: Truth(sites.counts(client, round).tolist(), test, public)
 
 
 def patience(settings: Settings) -> Patience:

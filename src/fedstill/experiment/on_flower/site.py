@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
 
+from fedstill.census import census_stage
 from fedstill.data.examples import Dataset
 from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
@@ -24,11 +25,12 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
 from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
+from fedstill.experiment.preparing.querying import with_asking
 from fedstill.experiment.preparing.run_world import world_of
-from fedstill.experiment.preparing.split import label_counts, queries_of
+from fedstill.experiment.preparing.split import label_counts
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
-from fedstill.method import acting, census_stage
+from fedstill.method import acting
 from fedstill.records import Examples
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
@@ -180,7 +182,7 @@ class Clerk:
         train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
         public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
-        world = replace(world, queries=queries_of(settings, label_counts(train.labels, (), len(facts.classes))))
+        world = with_asking(settings, world, label_counts(train.labels, (), len(facts.classes)))
         parts = {self.site.client: torch.arange(len(train))}
         sites = sites_of(settings, world, facts.inputs(settings), train, parts, public=public, own_test=test)
         return Prepared(settings, own, world, sites)

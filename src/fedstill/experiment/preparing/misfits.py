@@ -8,6 +8,7 @@ from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
+from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
 from fedstill.models import contract
@@ -47,9 +48,10 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
         )
-    if "queries" in method.requires() and not world.queries:
+    refuse_unraised(settings, world, sites, schedule)
+    if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
-            f"method {name} needs queries: set query.draw = 'single' or 'multi', or write [query.classes]"
+            f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
         )
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")

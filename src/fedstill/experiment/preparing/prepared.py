@@ -21,12 +21,13 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.measures.base import Room, at_clients
-from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.misfits import refuse_misfits
 from fedstill.experiment.preparing.public_data import set_apart
+from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
-from fedstill.experiment.preparing.split import label_counts, queries_of, some_of, split
+from fedstill.experiment.preparing.split import label_counts, some_of, split
 from fedstill.fitting import FIT
 from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
@@ -68,8 +69,7 @@ class Prepared:
     def client_measures(self, *, site: bool = False) -> ClientMeasures:
         """The run's measures that clients take; ``site``: those that a client takes which is reached over Flower."""
         settings = self.settings
-        rounds = measured_rounds(settings.rounds, settings.measure_every)
-        return at_clients(measures(settings.measure), rounds, site and settings.on_sites)
+        return at_clients(measures(settings.measure), settings.measured_in, site and settings.on_sites)
 
     def room(self, folder: Path | None, memory: Memory | None) -> Room | None:
         """What measures may use: the run's directory, what clients remember; None without a common test set."""
@@ -99,7 +99,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     classes, shape = len(dataset.classes), tuple(dataset.train.images.shape[1:])
     parts = [] if settings.on_sites else split(settings, train.labels.numpy())
     world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
-    world = replace(world, queries=queries_of(settings, label_counts(train.labels, parts, classes)))
+    world = with_asking(settings, world, label_counts(train.labels, parts, classes))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings.data.augment))
     sites = sites_of(settings, world, inputs, train, parts, public=public, test=test if len(test) else None)
     refuse_misfits(settings, world, sites)
@@ -136,6 +136,7 @@ def sites_of(
         queries=world.queries,
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
+        arrival=arrival_of(settings),
     )
 
 

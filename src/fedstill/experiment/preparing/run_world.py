@@ -11,6 +11,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import weights
 from fedstill.keys import seed_for
 from fedstill.models import contract
+from fedstill.queries import Asking
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
 
@@ -19,7 +20,7 @@ class RunWorld:
     """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
-    ``public``: how many public images there are.
+    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public images there are.
     """
 
     clients: int
@@ -31,7 +32,12 @@ class RunWorld:
     client_models: tuple[ModelSpec, ...] = ()
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
+    asking: Asking | None = None
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
+
+    def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> RunWorld:
+        """The same world with other queries."""
+        return replace(self, queries=queries)
 
     def model(self, client: int) -> ModelSpec:
         """The architecture of a client, or of the server."""

@@ -1,4 +1,4 @@
-"""Which client has which examples: the partition that a config names, applied and checked; and the queries."""
+"""Which client has which examples: the partition that a config names, applied and checked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.data import queries
 from fedstill.data.examples import stratified
 from fedstill.data.partition import cached
 from fedstill.errors import ConfigError, InfeasiblePartition, on_one_line
@@ -46,23 +45,6 @@ def label_counts(labels: Tensor, parts: Sequence[Tensor], classes: int) -> Tenso
     if not parts:
         return torch.zeros(0, classes, dtype=torch.int64)
     return torch.stack([torch.bincount(labels[part], minlength=classes) for part in parts])
-
-
-def queries_of(settings: Settings, counts: Tensor) -> queries.Queries:
-    """The classes that each client asks for, written or drawn; raises ConfigError for one without an answer.
-
-    ``counts``: label counts (clients, C); those of real sites are unknown.
-    """
-    table = settings.query
-    if table.draw == "none":
-        written = {int(client): classes for client, classes in table.classes.items()}
-        if settings.on_sites:
-            return {client: tuple(sorted(set(classes))) for client, classes in written.items()}
-        return queries.check_queries(written, counts, table.fewer_than)
-    if settings.on_sites:
-        raise ConfigError("query.draw: the server does not see the sites' data; write [query.classes]")
-    seed = settings.seed if table.seed is None else table.seed
-    return queries.draw(counts, table.draw, seed, table.fewer_than, table.least, table.most)
 
 
 def some_of(examples: Examples, size: int, key: str) -> Examples:

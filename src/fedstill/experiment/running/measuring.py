@@ -15,15 +15,15 @@ from torch import Tensor
 from fedstill.engines.memory import Memory
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
-from fedstill.experiment.measures.choose import measured_rounds, measures
+from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.evaluation import counts_by_client, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.privacy_budget import Budget
-from fedstill.fitting import FIT
+from fedstill.experiment.running.queried import RunQueries
 from fedstill.metrics import consistency, forgetting
-from fedstill.metrics.answers import answers
 from fedstill.origin import reason
+from fedstill.raised import as_asked, queries_raised, raises
 from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
 from fedstill.wire.reports import event_fields
 from fedstill.wire.screen import Refusal
@@ -49,14 +49,14 @@ class Measuring:
     _before: Accuracies = ()  # accuracies by class after the last round
     _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
-    _alone: dict[int, dict[str, Any]] = field(default_factory=dict)
     _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings.measure)
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
-        self.rounds = measured_rounds(settings.rounds, settings.measure_every)
+        self.rounds = settings.measured_in
+        self.queried = RunQueries(self.prepared)
         self._counts = counts_by_client(self.prepared.sites)
         self._totals = images_by_class(self.prepared.sites, self.prepared.world.classes)
         self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
@@ -64,8 +64,7 @@ class Measuring:
     def split(self) -> dict[str, Any]:
         """How the data are split: classes, and label counts by client."""
         data, counts = self.prepared.dataset, self._counts
-        asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
-        told = {"queries": asked, "test_counts": self._totals} if asked else {}
+        told = {**self.queried.before(), "test_counts": self._totals} if self.queried.anyone else {}
         return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
 
     def _networks(self) -> dict[str, Any]:
@@ -87,6 +86,8 @@ class Measuring:
     ) -> Iterator[dict[str, Any]]:
         """The events of a finished stage: one for each client that replied, was refused, or had nothing to do."""
         where = {"event": "client", "round": stage.round, "stage": stage.index, "name": stage.name}
+        world = self.prepared.world
+        asked = queries_raised(replies, stage, world)
         events = [
             {
                 **where,
@@ -95,6 +96,7 @@ class Measuring:
                 "bytes_up": r.up.nbytes,
                 "bytes_down": downs[r.client].nbytes,
                 **event_fields(r.metrics),
+                **({"query": list(asked.get(r.client, ()))} if raises(stage, world) else {}),
             }
             for r in replies
         ]
@@ -117,6 +119,7 @@ class Measuring:
         room = self.prepared.room(self.folder, self.memory)
         if room is None or seen.stage.round not in self.rounds:
             return
+        room = replace(room, world=as_asked(room.world, seen.after))
         torch.set_num_threads(self.prepared.settings.threads[1])
         if seen.stage.hop and seen.replies:
             seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
@@ -145,7 +148,7 @@ class Measuring:
             "forgetting": None if measured["accuracy"] is None else forgetting([self._best or classes, classes]),
             "consistency": consistency(before, classes),
             **self._of_round(Reports(replies, before, classes, self._totals)),
-            **self._answers(replies, measured),
+            **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
@@ -213,17 +216,9 @@ class Measuring:
         self.own.note(events)
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
+        self.queried.note(events)
         accepted = [e["client"] for e in events if "refused" not in e and "idle" not in e and e["round"] > 0]
         self._acted = [*self._acted, *accepted][-2:]
-
-    def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What clients gained and lost by their queries."""
-        world, counts = self.prepared.world, self._counts
-        if not world.queries or not counts:
-            return {}
-        personal = self.prepared.settings.method.personal
-        return answers(world.queries, counts, self._alone, replies, measured, self._totals, personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)

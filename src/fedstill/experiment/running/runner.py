@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedstill.census import run_census
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
@@ -36,7 +37,7 @@ from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import has_learned
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.files import digest, sweep, write_whole
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
 from fedstill.verdicts import part, within
@@ -233,8 +234,7 @@ class _Driver:
         return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
-        named = self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync())
-        self.engine.memory.prune(named)
+        self.engine.memory.prune(self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync()))
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])

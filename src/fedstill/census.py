@@ -1,0 +1,48 @@
+"""The census: the stage before round 1 in which clients send label counts, for methods that need them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedstill.method import Engine
+from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.verdicts import demand_quorum
+from fedstill.watch import Watch, told
+from fedstill.wire.screen import Rules, screen
+from fedstill.work import Census
+
+
+def census_stage(world: World) -> Stage:
+    """The stage before round 1 in which every client sends its label counts."""
+    return Stage(0, 0, "census", tuple(range(world.clients)))
+
+
+def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:
+    """The state with every client's label counts in ``extra["labels"]`` (clients, C); a missing client's are zeros."""
+    stage, work = census_stage(world), Census()
+    downs = {c: Payload() for c in stage.clients}
+    expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
+    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
+    replies, refused = screen(lambda _: expected, stage, downs, came, rules)
+    with told(watch, stage, replies, refused, downs):
+        demand_quorum(stage, replies, refused, rules)
+    labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
+    for reply in replies:
+        labels[reply.client] = reply.up.tensor("labels")
+    state = replace(state.next(labels=labels), round=1, stage=0)
+    watch.stage(stage, replies, refused, downs, state)
+    return state
+
+
+def _counted(reply: Reply, rules: Rules) -> Reply:
+    """The reply, or a failure where its label counts are no counts of as many examples as it claims."""
+    labels = reply.up.get("labels")
+    if reply.failure or not isinstance(labels, Tensor):
+        return reply
+    total = float(labels.double().sum())
+    if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:
+        return replace(reply, failure=f"its census counts {total:g} examples, and it claims {reply.examples}")
+    return reply

@@ -1,0 +1,95 @@
+"""New data: by a stated rule, once there always there, and what is held out once is held out for good."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import toys
+from fedstill.data.arrival import Arrival
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.records import Stage
+
+LABELS = torch.arange(60) % 4
+
+
+@pytest.mark.parametrize("order", ["mixed", "by_class"])
+def test_what_has_arrived_stays_and_in_the_last_round_all_is_there(order: str) -> None:
+    arrival = Arrival(order, 0.1, rounds=4, seed=3)  # type: ignore[arg-type]
+    turns = arrival.turns(1, LABELS)
+    assert sorted(turns.tolist()) == list(range(60))
+    assert torch.equal(turns, arrival.turns(1, LABELS)), "a function of the seed"
+    assert not torch.equal(turns, arrival.turns(2, LABELS)), "and of the client"
+    everything = torch.arange(60)
+    by_round = [arrival.there(turns, everything, r).tolist() for r in range(6)]
+    assert by_round[0] == by_round[1], "the census is before round 1"
+    assert [len(r) for r in by_round[1:5]] == [round(60 * s) for s in (0.1, 0.4, 0.7, 1.0)]
+    assert all(set(a) <= set(b) for a, b in itertools.pairwise(by_round))
+    assert all(r == sorted(r) for r in by_round), "in the order that they have"
+    assert by_round[5] == everything.tolist()
+
+
+def test_class_after_class_comes_one_class_before_the_next() -> None:
+    turns = Arrival("by_class", 0.25, rounds=4, seed=0).turns(0, LABELS)
+    order = LABELS[turns.argsort()].tolist()
+    assert len({tuple(order[i : i + 15]) for i in range(0, 60, 15)}) == 4
+    assert all(len(set(order[i : i + 15])) == 1 for i in range(0, 60, 15))
+    firsts = {int(LABELS[Arrival("by_class", 0.25, 4, seed).turns(0, LABELS).argmin()]) for seed in range(20)}
+    assert firsts == {0, 1, 2, 3}, "which class comes first is drawn"
+
+
+def test_evenly_drawn_data_have_all_classes_early() -> None:
+    turns = Arrival("mixed", 0.25, rounds=4, seed=0).turns(0, LABELS)
+    assert set(LABELS[turns.argsort()][:15].tolist()) == {0, 1, 2, 3}
+
+
+def test_one_example_at_least_is_there_of_whatever_is_asked() -> None:
+    arrival = Arrival("mixed", 0.01, rounds=3, seed=0)
+    turns = arrival.turns(0, LABELS)
+    held = turns.argsort()[-5:]
+    assert arrival.there(turns, torch.arange(60), 1).tolist() == [int(turns.argmin())]
+    assert arrival.there(turns, held, 1).tolist() == [int(held[0])], "the first of them to arrive"
+    assert arrival.there(turns, torch.arange(0), 1).tolist() == []
+
+
+def prepared(**query: object) -> Prepared:
+    return prepare(settle(toys.asking_again(rounds=4, query={"draw": "all", "again": "mixed", **query})), toys.blobs())
+
+
+def test_a_clients_views_grow_in_equal_parts_by_default() -> None:
+    ready = prepared()
+    for client in range(6):
+        total = len(ready.sites.parts[client])
+        for round in (1, 2, 3, 4):
+            view = ready.sites.view(client, Stage(round, 0, "fit", (client,)))
+            assert view.validation is not None
+            share = math.floor(total * round / 4 + 0.5)
+            assert len(view.data) + len(view.validation) in (share, share + 1), "one is held out at least"
+            assert view.counts.tolist() == ready.sites.counts(client, round).tolist()
+            assert int(view.counts.sum()) == share
+        assert view.counts.tolist() == ready.sites.counts(client).tolist()
+
+
+def test_what_is_held_out_once_is_never_trained_on() -> None:
+    ready = prepared(data_at_first=0.4)
+    marks = torch.arange(len(ready.sites.train))
+    for client in range(6):
+        own, held = set[int](), set[int]()
+        for round in (1, 2, 3, 4):
+            for name in ("fit", "transfer", "refine"):
+                share = ready.settings.plans[name].validation
+                train, kept = ready.sites._split(client, share, round)
+                own |= set(marks[train].tolist())
+                held |= set(marks[kept].tolist())
+        assert not own & held
+        assert own | held == set(ready.sites.parts[client].tolist())
+
+
+def test_without_new_data_views_are_as_ever() -> None:
+    ready = prepare(settle(toys.toy("qkt", **toys.suited("qkt"))), toys.blobs())
+    assert ready.sites.arrival is None
+    assert ready.sites.counts(0, 1).tolist() == ready.sites.counts(0).tolist()
