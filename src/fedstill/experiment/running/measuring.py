@@ -58,12 +58,13 @@ class Measuring:
         self.rounds = measured_rounds(settings.rounds, settings.measure_every)
 
     def split(self) -> dict[str, Any]:
-        """How the data are split: classes, and label counts by client."""
+        """How the data are split: classes, and label counts by client; and what images are, as the models take them."""
         sites, data = self.prepared.sites, self.prepared.dataset
         counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
         asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
         told = {"queries": asked, "test_counts": self._totals()} if asked else {}
-        return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
+        inputs = {"shape": self.prepared.world.server_model.input_shape, **sites.inputs.stored(data.train.images)}
+        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told, **self._networks()}
 
     def _networks(self) -> dict[str, Any]:
         """Which client has which network, if they differ."""
