@@ -119,8 +119,11 @@ class Method:
         return state.next(params=weighted_mean(replies))
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C)."""
-        return {"global": predictor(state.model or world.model(SERVER), state.params)}
+        """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C).
+
+        As it stands the global model, if there is one.
+        """
+        return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
 
 
 @dataclass(frozen=True)

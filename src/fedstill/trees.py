@@ -87,6 +87,11 @@ def mean(trees: Sequence[Tensors], weights: Sequence[float]) -> dict[str, Tensor
     return {k: out[k] for k in trees[0]}
 
 
+def same_bits(a: Tensors, b: Tensors) -> bool:
+    """Whether two trees have the same names and equal entries."""
+    return a.keys() == b.keys() and all(torch.equal(v, b[k]) for k, v in a.items())
+
+
 def stack(trees: Sequence[Tensors]) -> dict[str, Tensor]:
     """K trees of equal shapes as one, with a leading axis of length K."""
     return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}

@@ -31,6 +31,7 @@ SHORT = toys.toy(
     topology={"clients": CLIENTS, "sampled": CLIENTS},
     plan={"epochs": 1, "batch": 10, "lr": 0.1},
     measure=("local", "epochs", "private_public"),
+    data={"public": toys.PUBLIC},
     measure_every=1,
 )
 """Two rounds; client 1 is hostile in the first."""

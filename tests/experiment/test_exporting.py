@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import toys
 from fedstill.cli import call
 from fedstill.errors import ConfigError, FedstillError
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.experiment.trained import exporting
 from fedstill.experiment.trained.loading import load_model
@@ -200,6 +201,16 @@ def test_a_clients_own_model_was_measured_once(voting: Path, tmp_path: Path) -> 
     assert "| what | the own model of client 3, after round 1 of 1 |" in text
     assert "On the run's test set, after its only round: accuracy" in text
     assert "| class | accuracy |\n" in text
+
+
+def test_the_card_of_a_clients_own_model_has_what_the_client_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(toys.toy("ft_fedavg", measure_every=1), folder, data=toys.blobs())
+    own = [e for e in read_journal(folder / "journal.jsonl") if e.get("name") == "finetune" and e["client"] == 2]
+    write_folder(load_model(folder, client=2), folder, tmp_path / "shared")
+    text = (tmp_path / "shared" / "README.md").read_text()
+    assert f"accuracy {sum(own[-1]['correct_by_class']):.1f} %" in text, "of 100 test images"
+    assert f"| class 1 | {5 * own[-1]['correct_by_class'][1]:.1f} % |" in text
 
 
 def test_a_folder_that_holds_something_is_left_alone(

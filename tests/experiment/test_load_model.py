@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -27,7 +28,10 @@ from fedstill.experiment.running.runner import run, settings_of
 from fedstill.experiment.trained.loading import load_model
 from fedstill.experiment.trained.trained_model import TrainedModel
 from fedstill.files import digest
-from fedstill.registry import register
+from fedstill.method import Method
+from fedstill.methods.local_only import with_students
+from fedstill.records import Reply, Stage, State, World
+from fedstill.registry import method, register
 from flowers import needs_flower, over_flower
 from run_bits import stopped
 
@@ -38,6 +42,17 @@ def batch_stats(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
     return nn.Sequential(
         nn.BatchNorm2d(input_shape[0], track_running_stats=False), nn.Flatten(), nn.Linear(16, classes)
     )
+
+
+@method("toy_kept")
+@dataclass(frozen=True)
+class Kept(Method):
+    """Each client trains for itself; the server keeps what they send, and its own model as it was."""
+
+    personal: ClassVar[frozenset[str]] = frozenset({"train"})
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return with_students(state, replies)
 
 
 BEFORE = Path(__file__).parent / "begun_before"
@@ -178,6 +193,17 @@ def test_a_model_that_there_is_not_is_one_line(name: str, client: int | None, wo
     with pytest.raises(ConfigError, match=words) as caught:
         load_model(runs(name), client=client)
     assert "\n" not in str(caught.value)
+
+
+def test_a_servers_model_that_nobody_trained_is_not_given(tmp_path: Path) -> None:
+    run(toys.toy("toy_kept", rounds=1), tmp_path / "run", data=toys.blobs())
+    with pytest.raises(ConfigError, match="toy_kept trains a model for each client and none for all"):
+        load_model(tmp_path / "run")
+    acted = [e["client"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    assert load_model(tmp_path / "run", client=acted[0]).about["own_after"] == ["train"]
+    other = min({*range(6)} - {*acted})
+    with pytest.raises(ConfigError, match=f"client {other} has no model of its own in .*: it has not trained one"):
+        load_model(tmp_path / "run", client=other)
 
 
 def test_a_result_is_a_run_too(runs: Runs, tmp_path: Path) -> None:

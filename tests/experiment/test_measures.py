@@ -35,7 +35,7 @@ from run_bits import assert_same_bits, bits, stopped
 APART = {"boundaries"}
 """Of clients that asked, in one round: test_boundaries.py."""
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_") and n not in APART]
-WITH_REPLIES = {"local", "epochs", "private_public"}
+WITH_REPLIES = {"local", "epochs", "personal", "private_public"}
 """Measured by clients within their stage."""
 ON_CIRCLE = {"sphere": "sphere_digits_cnn"}
 ONE_BY_ONE = {"kind": "sequential", "clients": 6, "sampled": 1}
@@ -124,7 +124,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, dict[str, 
     STAGES.clear()
     found = run(measured("toy_spy", *names), tmp_path_factory.mktemp("seen") / "run", data=toys.blobs())
     (last,) = [s for s, _ in STAGES if s.ends_run]
-    return last, {e["measure"]: e for e in found.measures if e["round"] == 3}
+    events = [e for e in read_journal(found.directory / "journal.jsonl") if e.get("round") == 3]
+    reports = {e["client"]: e for e in events if e["event"] == "client"}
+    looks = {e["measure"]: e for e in events if e["event"] == "measure"}
+    return last, {**looks, "reports": reports, "round": found.history[-1]}
 
 
 def hidden(params: Any, x: Tensor) -> Tensor:
@@ -202,16 +205,20 @@ def test_divergence_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> No
 def test_personalised_accuracy_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:
     last, found = seen
     x, y = common_test()
-    got = found["personal"]
-    for i, (client, params) in enumerate(last.local_models.items()):
+    local_train, personalised = [], []
+    for client, params in last.local_models.items():
         own_x, own_y = trained(client)
-        assert got["local_train"][i] == float((logits(params, own_x).argmax(1) == own_y).double().mean())
-        right = (logits(params, x).argmax(1) == y).double()
-        by_class = np.array([right[y == c].mean() for c in range(toys.CLASSES)])
-        assert got["personalised"][i] == pytest.approx(by_class @ shares(client))
-    sizes = [len(trained(c)[1]) for c in last.local_models]
-    assert got["local_train_accuracy_weighted"] == pytest.approx(np.average(got["local_train"], weights=sizes))
-    assert got["personalised_accuracy_std"] == pytest.approx(np.std(got["personalised"]))
+        report, right = found["reports"][client], logits(params, own_x).argmax(1) == own_y
+        assert report["trained_right"] == [int(right[own_y == c].sum()) for c in range(toys.CLASSES)]
+        assert report["trained_counts"] == [int((own_y == c).sum()) for c in range(toys.CLASSES)]
+        local_train.append(float(right.double().mean()))
+        tested = (logits(params, x).argmax(1) == y).double()
+        personalised.append(np.array([tested[y == c].mean() for c in range(toys.CLASSES)]) @ shares(client))
+    sizes, got = [len(trained(c)[1]) for c in last.local_models], found["round"]
+    assert got["local_train_accuracy"] == pytest.approx(np.mean(local_train))
+    assert got["local_train_accuracy_weighted"] == pytest.approx(np.average(local_train, weights=sizes))
+    assert got["personalised_accuracy"] == pytest.approx(np.mean(personalised))
+    assert got["personalised_accuracy_std"] == pytest.approx(np.std(personalised))
 
 
 def test_diversity_as_a_plain_loop(seen: tuple[Happened, dict[str, Any]]) -> None:

@@ -28,6 +28,7 @@ EXPERIMENT = toys.toy(
     topology={"clients": 3, "sampled": 3},
     plan={"epochs": 1, "batch": 10},
     measure=("local", "epochs", "private_public"),
+    data={"public": toys.PUBLIC},
     measure_every=1,
 )
 

@@ -69,7 +69,11 @@ def test_clients_have_a_row_for_each_stage_and_say_who_was_refused(finished: Pat
     assert not unknown(list(frame.columns), documented("The columns of `result.clients()`"))
 
 
-@pytest.mark.parametrize("name", ["qkt", "fedmd", "ensemble"])
+OTHERS = {"fedmd": ("local", "private_public"), "fedavg": ("local", "epochs", "personal")}
+"""Measures whose fields are looked at."""
+
+
+@pytest.mark.parametrize("name", ["qkt", "fedmd", "ensemble", "fedavg"])
 def test_columns_of_other_methods_are_documented_too(name: str, tmp_path: Path) -> None:
     what = toys.toy(
         name, **toys.suited(name), measure=("local", "private_public", "epochs")[: 2 if name == "fedmd" else 1]
@@ -89,7 +93,6 @@ def test_a_result_is_one_short_line(result: Result) -> None:
         f"<Result: fedavg on blobs, seed 7: accuracy {100 * result.accuracy:.1f} %, "
         f"forgetting {100 * result.forgetting:.1f} %; 3 rounds, in {result.directory}>"
     )
-    assert "accuracy –" in repr(replace(result, accuracy=None))
 
 
 class Strict(HTMLParser):
@@ -139,10 +142,20 @@ def test_names_are_escaped_and_of_many_classes_the_most_forgotten_are_shown() ->
     assert "background" not in notebook_table(["a", "b"], [["x", shaded(float("nan"))]])
 
 
-def test_a_result_without_a_model_for_all_is_shown_without_classes(tmp_path: Path) -> None:
-    result = run(toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs())
-    assert Strict(result._repr_html_()).cells == []
-    assert "local_only on blobs, seed 7" in result._repr_html_()
+def test_a_result_whose_answer_is_each_clients_model_says_that_first(tmp_path: Path) -> None:
+    result = run(toys.toy("local_only", rounds=1, topology={"clients": 6}), tmp_path / "run", data=toys.blobs())
+    mine = f"for the clients {100 * result.summary['personal_accuracy']:.1f} %, forgetting at clients 0.0 %"
+    assert repr(result) == f"<Result: local_only on blobs, seed 7: {mine}; 1 round, in {result.directory}>"
+    cells = Strict(result._repr_html_()).cells
+    by_class = result.history[-1]["personal_class_accuracy"]
+    assert cells[1::4] == [f"{100 * v:.1f} %" for v in by_class]
+    assert result.rounds()["accuracy"].isna().all()
+    compared = Comparison.of(result)
+    assert compared.table()["personal_accuracy"].tolist() == [result.summary["personal_accuracy"]]
+    assert "for the clients [%]" in repr(compared)
+    unmeasured = replace(result, summary={**result.summary, "personal_accuracy": None, "personal_forgetting": None})
+    assert "accuracy –, forgetting –" in repr(unmeasured)
+    assert Strict(replace(unmeasured, history=[])._repr_html_()).cells == []
 
 
 def test_a_comparison_is_a_table_of_means_over_seeds(finished: Path) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
     from fedstill.experiment.run_directory.result import Result
+
+OF_SERVER = (
+    ("accuracy, last round", "accuracy"),
+    ("accuracy, best round", "best_accuracy"),
+    ("accuracy, mean of the last ten", "mean_accuracy_last_10"),
+    ("forgetting", "forgetting"),
+)
+"""What is said of the server's model."""
 
 DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
@@ -165,6 +173,17 @@ def _last_seen(result: Result, key: str) -> float | None:
     return next(reversed(seen_by_round(result.measures, key).values()), None)
 
 
+def _for_the_clients(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What the clients' own models can do, where they are the answer."""
+    from fedstill.report.numbers import PERSONAL
+    from fedstill.report.terminal import percent
+
+    if summary.get("answer") != "clients":
+        return []
+    measured = f"{summary['personal_clients']} of {summary['clients']}"
+    return [*((m.title, percent(summary[m.key])) for m in PERSONAL), ("clients that were measured", measured)]
+
+
 def _show(result: Result) -> int:
     from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
@@ -172,10 +191,8 @@ def _show(result: Result) -> int:
 
     s = result.summary
     rows = [
-        ("accuracy, last round", terminal.percent(s["accuracy"])),
-        ("accuracy, best round", terminal.percent(s["best_accuracy"])),
-        ("accuracy, mean of the last ten", terminal.percent(s["mean_accuracy_last_10"])),
-        ("forgetting", terminal.percent(s["forgetting"])),
+        *_for_the_clients(s),
+        *(((what, terminal.percent(s[key])) for what, key in OF_SERVER) if s["accuracy"] is not None else ()),
         *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
         *(
             (m.title, terminal.percent(v))

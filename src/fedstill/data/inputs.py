@@ -28,8 +28,9 @@ class Inputs:
         return normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images
 
     def stored(self, images: Tensor) -> dict[str, Any]:
-        """What makes the same inputs of such images again: their type, the mean and spread of each channel."""
-        return {"pixels": str(images.dtype).removeprefix("torch."), "mean": self.mean, "std": self.std}
+        """What makes the same inputs of such images again: shape and type of one, mean and spread of each channel."""
+        kind = str(images.dtype).removeprefix("torch.")
+        return {"shape": list(images.shape[1:]), "pixels": kind, "mean": self.mean, "std": self.std}
 
     def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Images as one training batch, augmented with draws from the generator."""

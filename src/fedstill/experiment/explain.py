@@ -15,6 +15,7 @@ from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTab
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Payload, Plan, Stage
 from fedstill.wire.privacy import Privacy
@@ -38,11 +39,13 @@ class Arithmetic:
     data_bytes: int
     rounds: int
     engine: str
+    answer: str
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
         return [
             ("stages a round", " → ".join(self.stages)),
+            ("answer", self.answer),
             ("clients a round", f"{self.clients}"),
             ("examples a round", f"{self.examples:,}"),
             ("images trained on a round", f"{self.trained:,}"),
@@ -87,6 +90,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
         rounds=settings.rounds,
         engine=_engine(prepared),
+        answer=_answer(settings.method),
     )
 
 
@@ -168,6 +172,11 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
     if whole is None and key.startswith("plan."):
         whole = origins.get("plan." + key.rpartition(".")[2])
     return whole or "default"
+
+
+def _answer(method: Method) -> str:
+    after = " or ".join(sorted(method.personal))
+    return f"each client's own model, after {after}" if after else "the server's"
 
 
 def _examples(prepared: Prepared, client: int, stage: Stage) -> int:

@@ -9,14 +9,11 @@ between peers can give. Models that started equal and trained apart average to a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from fedstill.aggregate import Weighting, weighted_mean
-from fedstill.method import Method
 from fedstill.methods.local_only import LocalOnly
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.registry import method
@@ -39,6 +36,3 @@ class FedAvgOnce(LocalOnly):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         return state.next(params=weighted_mean(replies, weighting=self.aggregation))
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        return Method.predictors(self, state, world)

@@ -7,11 +7,9 @@ Memory: nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
-
-from torch import Tensor
 
 from fedstill.fitting import FIT, FITTING, Fit
 from fedstill.method import Method
@@ -46,9 +44,6 @@ class LocalOnly(Method):
         sizes = {f"size.{r.client}": r.examples for r in replies}
         models = many("model", {r.client: r.up.params for r in replies})
         return state.next(groups={**models, **sizes})
-
-    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        return {}
 
 
 def with_students(state: State, replies: Sequence[Reply]) -> State:

@@ -12,6 +12,9 @@ from fedstill.experiment.run_directory.journal import Event
 ROUND = (
     "accuracy",
     "forgetting",
+    "personal_accuracy",
+    "personal_forgetting",
+    "personal_clients",
     "consistency",
     "in_local_accuracy",
     "out_local_accuracy",
@@ -79,9 +82,9 @@ def _check_start(path: Path, start: Event) -> None:
 
 
 def _check_measures(path: Path, event: Event, where: str, classes: int) -> None:
-    by_class = event.get("class_accuracy")
-    if by_class is not None and not _are_numbers(by_class, classes):
-        raise CorruptFile(f"{path}: {where} does not hold the accuracy of {classes} classes")
+    for key in ("class_accuracy", "personal_class_accuracy"):
+        if event.get(key) is not None and not _are_numbers(event[key], classes):
+            raise CorruptFile(f"{path}: {where} does not hold the accuracy of {classes} classes")
     _check_numbers(path, event, where, ROUND)
 
 

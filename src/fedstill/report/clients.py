@@ -11,7 +11,11 @@ from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table,
 from fedstill.report.numbers import spread
 from fedstill.report.summary import NONE
 
-MEASURED_ON = {"private": "its own held-out examples", "public": "the public images"}
+MEASURED_ON = {
+    "personal": "test images in the client's proportions of classes",
+    "private": "its own held-out examples",
+    "public": "the public images",
+}
 MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
@@ -29,8 +33,9 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     if any(g.values("accuracy") for g in some):
         bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
     says = (
-        "Every client keeps a model of its own. Private: accuracy on held-out examples of its own data. "
-        "Public: accuracy on the public images. Values are means over seeds."
+        "Every client keeps a model of its own. Personal: accuracy on test images in the client's proportions of "
+        "classes. Private: on held-out examples of its own data. Public: on the public images. Values are means over "
+        "seeds."
     )
     saw = (
         "Two values of each client in each round: before and after it learns from the others. A step up is "

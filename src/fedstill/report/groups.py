@@ -42,6 +42,11 @@ class Group:
         return [r for r in self.runs if r.rounds]
 
     @property
+    def own_models(self) -> bool:
+        """Whether its clients have models of their own, which were measured."""
+        return any(r.own_models for r in self.runs)
+
+    @property
     def finished(self) -> bool:
         """Whether all its runs came to their end."""
         return all(r.finished for r in self.runs)

@@ -11,6 +11,11 @@ from fedstill.report.groups import Group, differing, group_labels, method_of
 from fedstill.report.markup import Html, figure, grid, section, sentence
 
 NOT_THAT = ("partition.seed", "partition.min_size", "partition.clients")
+SHOWN = {
+    False: (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")),
+    True: (("personal_forgetting", "Forgetting at clients"), ("personal_accuracy", "Accuracy for the clients")),
+}
+"""Key and title of what is drawn; True: of runs whose clients have models of their own."""
 MORE_UNEVEN = {"alpha": "smaller is more uneven", "shards": "fewer classes a client is more uneven"}
 
 
@@ -44,7 +49,8 @@ def _figures(groups: Sequence[Group], table: str) -> list[Html]:
             continue
         name = key.rpartition(".")[2]
         hint = f" ({MORE_UNEVEN[name]})" if name in MORE_UNEVEN and table == "partition" else ""
-        for measure, title in (("forgetting", "Forgetting F"), ("accuracy", "Accuracy")):
+        measured = {g.own_models for points in series.values() for _, g in points}
+        for measure, title in (shown for own in sorted(measured) for shown in SHOWN[own]):
             says = f"{title} after the last round over {name}{hint}; bars are one standard deviation over seeds."
             beside = _beside(groups, series) if table == "method" else []
             figures.append(figure([_drawn(series, measure, name, beside)], says, f"{title} against {name}"))

@@ -22,8 +22,29 @@ class Column:
     says: str
 
 
+PERSONAL = (
+    Column(
+        "personal_accuracy",
+        "for the clients",
+        "%",
+        100,
+        2,
+        "accuracy of each client's answer, its own model or else the global one, on test images in its proportions of "
+        "classes; mean over clients",
+    ),
+    Column(
+        "personal_forgetting",
+        "forgetting at clients",
+        "%",
+        100,
+        2,
+        "how far the own classes of clients with own models are below their best earlier look",
+    ),
+)
+"""What clients have of a run; first in the table of a method that leaves each client a model of its own."""
+
 COLUMNS = (
-    Column("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the global model after the last round"),
+    Column("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the server's model after the last round"),
     Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
     Column("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
     Column("forgetting", "forgetting F", "%", 100, 2, "mean drop of the classes below their best earlier round"),
@@ -50,6 +71,7 @@ COLUMNS = (
         "query_uniform_accuracy", "uniform", "%", 100, 2, "mean over own classes and classes asked for, weighed equally"
     ),
     Column("query_average_accuracy_before", "alone", "%", 100, 2, "average accuracy of the client alone"),
+    *PERSONAL,
     Column("in_local_accuracy", "in-local", "%", 100, 2, "local models, on classes in their client's proportions"),
     Column(
         "out_local_accuracy",
@@ -80,6 +102,10 @@ COLUMNS = (
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
 )
 """The columns in their order; accuracies and forgetting are shares, shown in percent."""
+
+
+OF_CURVES = ("personal_", "in_local", "out_local", "query_", "leakage/")
+"""How the keys begin whose numbers are the last of their curve."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +139,7 @@ def reported(run: Run) -> dict[str, float | None]:
         return dict.fromkeys((m.key for m in COLUMNS), None)
     accuracy = [v for r, v in run.curve("accuracy").items() if r > 0]
     last = {k: run.rounds[-1].get(k) for k in ("accuracy", "forgetting")}
-    local = {
-        m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(("in_local", "out_local", "query_", "leakage/"))
-    }
+    local = {m.key: _last(run, m.key) for m in COLUMNS if m.key.startswith(OF_CURVES)}
     sums = {k: sum(e.get(k) or 0 for e in run.rounds) for k in ("seconds", "bytes_up", "bytes_down")}
     return {
         **last,

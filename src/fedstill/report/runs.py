@@ -15,6 +15,7 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
+from fedstill.metrics.client_answers import shared_answer
 from fedstill.report.checks import check_events, check_looks, check_resumed
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
@@ -63,12 +64,26 @@ class Run:
     def curve(self, key: str) -> dict[int, float]:
         """A measure by round, where it was measured; round 0 is before training.
 
-        ``measure/key/key``: a number that a measure saw, the mean over a round's stages where it looked more than once.
+        ``measure/key/key``: a number that a measure saw, the mean over a round's stages where it looked more than once;
+        or that it summed up from what clients reported, the last key in the event of the round.
         """
-        if "/" in key:
-            return seen_by_round(self.measures, key)
-        events = [{**self.initial, "round": 0}, *self.rounds]
+        if "/" in key and (seen := seen_by_round(self.measures, key)):
+            return seen
+        if key == "personal_accuracy" and not self.own_models:
+            return self._for_clients()
+        key, events = key.rpartition("/")[2], [{**self.initial, "round": 0}, *self.rounds]
         return {e["round"]: float(e[key]) for e in events if isinstance(e.get(key), (int, float))}
+
+    @property
+    def own_models(self) -> bool:
+        """Whether its clients have models of their own, which were measured."""
+        return any("personal_clients" in event for event in self.rounds)
+
+    def _for_clients(self) -> dict[int, float]:
+        """By round, what the global model is worth to the clients; empty where nobody knows their label counts."""
+        counts: Any = self.start.get("label_counts")
+        known: dict[int, Any] = dict(self.class_accuracy()) if counts else {}
+        return {number: shared_answer(accuracy, counts) for number, accuracy in known.items()}
 
     @property
     def untaught(self) -> tuple[int, int]:
@@ -77,9 +92,13 @@ class Run:
         return sum(not teachers for teachers in taught.values()), len(taught)
 
     def class_accuracy(self) -> dict[int, list[float | None]]:
-        """Accuracy of each class by round, as (C,) shares; None for a class without test examples."""
+        """Accuracy of each class by round, as (C,) shares; None for a class without test examples.
+
+        Of the server's model; if it has none, of the clients' own, the mean over them in rounds where they measured.
+        """
         events = [{**self.initial, "round": 0}, *self.rounds]
-        return {e["round"]: e["class_accuracy"] for e in events if e.get("class_accuracy")}
+        server, own = (_by_class(events, key) for key in ("class_accuracy", "personal_class_accuracy"))
+        return own if own and not server.keys() - {0} else server
 
 
 def find(directories: Sequence[Path]) -> list[Run]:
@@ -125,6 +144,10 @@ def read_run(folder: Path) -> Run:
         by_name["measure"],
         by_name.get("resumed", []),
     )
+
+
+def _by_class(events: Sequence[Event], key: str) -> dict[int, list[float | None]]:
+    return {e["round"]: e[key] for e in events if any(value is not None for value in e.get(key) or ())}
 
 
 def seen_by_round(events: Sequence[Event], key: str) -> dict[int, float]:

@@ -30,6 +30,21 @@ from fedstill.report.summary import NONE, Row, columns, rows
 
 MOST_REASONS = 12
 
+OF_CLIENTS = (
+    (
+        "personal_accuracy",
+        "Each client's answer, its own model or else the global one, on test images in the client's proportions of "
+        "classes; mean over clients. Higher is better.",
+        "Accuracy for the clients by round",
+    ),
+    (
+        "personal_forgetting",
+        "How far the own classes of clients with own models are below their best earlier look. Lower is better.",
+        "Forgetting at clients by round",
+    ),
+)
+"""What is drawn by round where clients have models of their own: key, sentence and title."""
+
 
 def results_section(groups: Sequence[Group], style: Style) -> Html:
     """The table of measures."""
@@ -56,13 +71,15 @@ def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
     forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
+    first = OF_CLIENTS if any(g.own_models for g in groups) else ()
     figures = [
         figure([lines(groups, style, key, **PERCENT)], text, title)
         for key, text, title in (
+            *first,
             ("accuracy", accuracy, "Accuracy by round"),
             ("forgetting", forgetting, "Forgetting F by round"),
         )
-        if measured(groups, key) and (key == "accuracy" or any(len(r.rounds) > 1 for g in groups for r in g.runs))
+        if measured(groups, key) and ("accuracy" in key or any(len(r.rounds) > 1 for g in groups for r in g.runs))
     ]
     if not figures:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedstill.report.groups import Group
-from fedstill.report.numbers import COLUMNS, Column, Spread
+from fedstill.report.numbers import COLUMNS, PERSONAL, Column, Spread
 
 NONE = "–"
 
@@ -32,8 +32,10 @@ def rows(groups: Sequence[Group]) -> list[Row]:
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:
-    """The columns that at least one line has."""
-    return [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
+    """The columns that at least one line has; what clients have of a run only where some have models of their own."""
+    there = [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
+    own = any(r.values["personal_forgetting"] is not None for r in rows)
+    return [*(PERSONAL if own else ()), *(m for m in there if m not in PERSONAL)]
 
 
 def _note(group: Group) -> str:

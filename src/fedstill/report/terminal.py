@@ -28,7 +28,7 @@ from rich.text import Text
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.report.groups import Group
 from fedstill.report.leaks import HEAD, leak_rows
-from fedstill.report.numbers import COLUMNS
+from fedstill.report.numbers import COLUMNS, PERSONAL
 
 SHADES = " ░▒▓█"
 
@@ -135,9 +135,10 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+    own = PERSONAL if any(g.own_models for g in compared) else ()
     shown = [
-        *([] if asked else [m for m in COLUMNS if m.key in usual]),
         *asked,
+        *([] if asked else [*own, *(m for m in COLUMNS if m.key in usual and any(g.values(m.key) for g in compared))]),
         *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []
@@ -211,7 +212,8 @@ class Bar:
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Show a finished round."""
-        said = f"accuracy {percent(event['accuracy'])}  forgetting {percent(event['forgetting'])}"
+        own = f"for the clients {percent(event['personal_accuracy'])}  " if "personal_clients" in event else ""
+        said = f"{own}accuracy {percent(event['accuracy'])}  forgetting {percent(event['forgetting'])}"
         self._bar.update(self._task, completed=event["round"], accuracy=said)
 
     def stop(self) -> bool:

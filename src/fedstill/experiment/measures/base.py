@@ -130,8 +130,8 @@ class Measure:
     ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
     of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
     ask), "client_data" (only a simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients
-    that train on their data), "uploads" (replies with models, or with logits of models that clients keep in this
-    process).
+    that train on their data), "held_out" (examples that clients hold out, or public ones with labels), "uploads"
+    (replies with models, or with logits of models that clients keep in this process).
     ``each_epoch``: it looks once before and once after every local epoch.
     ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
     ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.

@@ -46,7 +46,8 @@ def measured_rounds(rounds: int, every: int) -> frozenset[int]:
 class MeasuredRun:
     """What measures have to fit: the method and its stages, the world, and whether clients' and test data are here.
 
-    ``remembered``: whether what clients remember is in this process, too.
+    ``remembered``: whether what clients remember is in this process, too. ``labelled``: whether there are public data
+    with labels.
     """
 
     method: Method
@@ -56,6 +57,7 @@ class MeasuredRun:
     simulated: bool = True
     tested: bool = True
     remembered: bool = True
+    labelled: bool = True
 
 
 def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
@@ -89,6 +91,9 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
         return "clients measure it on the common test set, which real sites lack; leave flower.data = 'sites' out"
     if need == "epochs" and not any(_trains(stage, world) for stage in setting.schedule):
         return "no client trains on its own data here; set plan.epochs above 0"
+    if need == "held_out" and not setting.labelled and not any(_holds_out(stage, world) for stage in setting.schedule):
+        todo = "set plan.validation = 0.2, or data.public_labels = true with public data"
+        return f"clients hold no examples out, and no public images have labels, so it would say nothing; {todo}"
     if need == "client_data" and not setting.simulated:
         return "it looks at clients' data, which a server sees in a simulation only; leave flower.data = 'sites' out"
     return ""
@@ -105,6 +110,11 @@ def _no_uploads(setting: MeasuredRun) -> str:
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
     client = stage.clients[0]
     return client != SERVER and "params" in setting.method.expects(client, stage, setting.world)
+
+
+def _holds_out(stage: Stage, world: World) -> bool:
+    plan = world.plans.get(stage.name)
+    return plan is not None and plan.validation > 0
 
 
 def _trains(stage: Stage, world: World) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
-from fedstill.engines.passes import correct_by_class
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
-from fedstill.metrics import in_local_accuracy
+import numpy as np
+
+from fedstill.engines.client_measures import AtClient
+from fedstill.experiment.measures.base import Measure, Numbers, Reports, are_counts
+from fedstill.metrics import class_accuracy
+from fedstill.metrics.client_answers import personal_accuracies
 from fedstill.metrics.local_models import over_clients
-from fedstill.models import contract
 from fedstill.registry import register
 
 
@@ -16,30 +19,46 @@ from fedstill.registry import register
 class Personal(Measure):
     """Accuracy of local models on their client's training data, and on test images in its proportions of classes.
 
+    After every stage on a client's own data. The numbers come with the clients' replies, so that they exist where no
+    server sees a local model; the means over clients stand in the event of the round.
     Source: FedNTD, appendices H and I, figures 11 and 12 ("local train", "personalised").
     Reading: the code measures training data as augmented for training; here they are as they are.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test_at_clients"})
+    gives: ClassVar[tuple[str, ...]] = ("label_counts", "trained_counts", "trained_right", "tested_right")
 
-    def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Both accuracies of each client, with mean and spread over clients."""
-        locals_ = seen.local_models
-        if not locals_:
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """``trained_counts`` (C,) of the images it trained on, ``trained_right`` and ``tested_right`` of its model."""
+        if seen.test is None or seen.is_server or seen.stage.view == "public":
             return None
-        trained, personal, sizes = [], [], []
-        for client, params in locals_.items():
-            view = room.sites.view(client, seen.stage)
-            predict = contract.predictor(room.spec, params)
-            right = correct_by_class(predict, view.data, room.inputs, room.world.classes)
-            trained.append(int(right.sum()) / len(view.data))
-            personal.append(in_local_accuracy(room.accuracy_by_class(params, room.test), view.proportions))
-            sizes.append(float(len(view.data)))
-        accuracies = {"local_train": trained, "personalised": personal}
-        spreads = {
-            f"{k}_accuracy{s}": v for k, each in accuracies.items() for s, v in over_clients(each, sizes).items()
+        return {
+            "label_counts": seen.view.counts.tolist(),
+            "trained_counts": np.bincount(seen.view.data.labels.cpu().numpy(), minlength=seen.classes).tolist(),
+            "trained_right": seen.correct_by_class(seen.end, seen.view.data),
+            "tested_right": seen.correct_by_class(seen.end, seen.test),
         }
-        return {"clients": list(locals_), **accuracies, **spreads}
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Counts must be whole numbers, one a class, and all of them are there or none; nothing is right twice."""
+        there = [name for name in self.gives[1:] if name in report]
+        if there and (len(there) < len(self.gives) - 1 or "label_counts" not in report):
+            return f"{there[0]} is without the rest"
+        if why := are_counts(report, self.gives, classes):
+            return why
+        right, counts = (report.get(name, []) for name in ("trained_right", "trained_counts"))
+        return "trained_right is above trained_counts" if any(a > b for a, b in zip(right, counts, strict=True)) else ""
+
+    def of_round(self, seen: Reports) -> Numbers:
+        """Both accuracies, their mean and spread over clients."""
+        events = [e for e in seen.clients if "trained_right" in e and sum(e["trained_counts"])]
+        tested = {i: class_accuracy(e["tested_right"], seen.test_counts) for i, e in enumerate(events)}
+        personal = personal_accuracies(tested, [e["label_counts"] for e in events])
+        trained = [sum(e["trained_right"]) / sum(e["trained_counts"]) for e in events]
+        sizes = [float(sum(e["trained_counts"])) for e in events]
+        each = {"local_train": trained, "personalised": [personal.get(i, float("nan")) for i in tested]}
+        means = {k: over_clients(by_client, sizes) for k, by_client in each.items() if by_client}
+        return {f"{k}_accuracy{suffix}": v for k, by in means.items() for suffix, v in by.items()}
 
     def images(self, test: int, clients: int, own: int) -> int:
         """The test set and its own data at each client."""

@@ -23,6 +23,7 @@ class PrivatePublic(Measure):
     stand in the event of the round. Source: HiPer-FedKD, table 1 and its notebooks.
     """
 
+    needs: ClassVar[frozenset[str]] = frozenset({"held_out"})
     gives: ClassVar[tuple[str, ...]] = ("private", "public")
 
     def at_client(self, seen: AtClient) -> Numbers | None:

@@ -54,7 +54,8 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     if "public_data" in method.requires() and sites.public is None:
         raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
     tested, here = sites.common_test is not None, settings.engine != "flower"
-    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, remembered=here)
+    labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
+    setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
 

@@ -16,7 +16,20 @@ IDS = ("query", "teachers")
 """Fields that name classes or clients: one cell of text, ``7, 9``, whatever their number."""
 
 BY_CLASS = frozenset(
-    {"class_accuracy", "label_counts", "correct_by_class", "correct_by_epoch", "counts", "before", "after", "probe"}
+    {
+        "class_accuracy",
+        "personal_class_accuracy",
+        "label_counts",
+        "correct_by_class",
+        "correct_by_epoch",
+        "counts",
+        "before",
+        "after",
+        "probe",
+        "trained_counts",
+        "trained_right",
+        "tested_right",
+    }
 )
 """Fields that hold a number for each class: their columns end with the names of the classes."""
 

@@ -80,28 +80,35 @@ class Result:
         return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
 
     def __repr__(self) -> str:
-        s = self.summary
-        numbers = f"accuracy {share(self.accuracy)}, forgetting {share(self.forgetting)}"
-        return f"<Result: {self._title}: {numbers}; {s.get('rounds', len(self.history))} rounds, in {self.directory}>"
+        numbers = ", ".join(f"{what} {value}" for what, value in self._numbers.items())
+        rounds = f"{len(self.history)} round{'' if len(self.history) == 1 else 's'}"
+        return f"<Result: {self._title}: {numbers}; {rounds}, in {self.directory}>"
 
     @property
     def _title(self) -> str:
         s = self.summary
         return f"{s.get('method', 'a run')} on {s.get('dataset', 'data')}, seed {s.get('seed', '?')}"
 
+    @property
+    def _numbers(self) -> dict[str, str]:
+        """The result in a few numbers, those of the clients' own models first where they are the answer."""
+        s = self.summary
+        own = {"for the clients": "personal_accuracy", "forgetting at clients": "personal_forgetting"}
+        numbers = {name: share(s[key]) for name, key in own.items() if s.get(key) is not None}
+        if self.accuracy is not None or not numbers:
+            numbers |= {"accuracy": share(self.accuracy), "forgetting": share(self.forgetting)}
+        return numbers
+
     def _repr_html_(self) -> str:
         """The result in a notebook, with what each class has lost."""
-        facts = {
-            "accuracy": share(self.accuracy),
-            "best": share(self.summary.get("best_accuracy")),
-            "forgetting": share(self.forgetting),
-            "rounds": str(len(self.history)),
-            "in": str(self.directory),
-        }
+        facts = {**self._numbers, "rounds": str(len(self.history)), "in": str(self.directory)}
         return notebook(self._title, facts, forgotten_table(self.classes, self.history))
 
 
-OF_LAST = ("private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
+"""What a summary says of a run whose clients have models of their own: the last round's."""
+
+OF_LAST = (*PERSONAL, "private_by_client", "public_by_client", "server_public_accuracy", "privacy")
 """What a summary has of the last round, where it is there."""
 
 
@@ -121,6 +128,7 @@ def summary_of(
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,
+        "answer": "clients" if "personal_clients" in history[-1] else "server",
         "accuracy": accuracies[-1],
         **best_and_recent(accuracies),
         "forgetting": history[-1]["forgetting"],

@@ -33,9 +33,21 @@ def shaded(loss: float) -> Shade:
     return Shade(share(loss), 0.0 if np.isnan(loss) else loss)
 
 
+def class_history(history: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Accuracies by class (rounds, C), from the events of all rounds: of the server's model, else of the clients' own.
+
+    Of the latter, the mean over clients, in the rounds in which they were measured.
+    """
+    for key in ("class_accuracy", "personal_class_accuracy"):
+        rows = [e[key] for e in history if any(v is not None for v in e.get(key) or ())]
+        if rows:
+            return rows
+    return []
+
+
 def lost_by_class(history: Sequence[Mapping[str, Any]]) -> list[float]:
     """What each class lost of its best earlier round, from the events of all rounds; NaN where it was not measured."""
-    rows = [e["class_accuracy"] for e in history]
+    rows = [[np.nan if v is None else v for v in row] for row in class_history(history)]
     lost: list[float] = forgetting_by_class(rows).tolist() if rows else []
     return lost
 
@@ -51,7 +63,7 @@ def forgotten_table(classes: Sequence[str], history: Sequence[Mapping[str, Any]]
     lost = lost_by_class(history)
     if np.isnan(lost).all() or len(lost) != len(classes):
         return ""
-    last, chosen = history[-1]["class_accuracy"], most_forgotten(lost)
+    last, chosen = class_history(history)[-1], most_forgotten(lost)
     rows: list[list[str | Shade]] = [
         [classes[c], share(last[c]), share(lost[c] + (last[c] or 0)), shaded(lost[c])] for c in chosen
     ]

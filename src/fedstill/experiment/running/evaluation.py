@@ -18,6 +18,11 @@ def images_by_class(sites: SiteViews, classes: int) -> list[int]:
     return [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
 
 
+def counts_by_client(sites: SiteViews) -> list[list[int]]:
+    """Label counts by client (clients, C), held-out examples included; empty where they are nobody's to know."""
+    return [sites.counts(client).tolist() for client in range(len(sites.parts))]
+
+
 def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:
     """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by name in ``others``.
 

@@ -17,7 +17,8 @@ from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measured_rounds, measures
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.evaluation import evaluated, images_by_class
+from fedstill.experiment.running.evaluation import counts_by_client, evaluated, images_by_class
+from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.fitting import FIT
 from fedstill.metrics import consistency, forgetting
@@ -56,15 +57,17 @@ class Measuring:
         self.measures = measures(settings.measure)
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = measured_rounds(settings.rounds, settings.measure_every)
+        self._counts = counts_by_client(self.prepared.sites)
+        self._totals = images_by_class(self.prepared.sites, self.prepared.world.classes)
+        self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
 
     def split(self) -> dict[str, Any]:
-        """How the data are split: classes, and label counts by client; and what images are, as the models take them."""
-        sites, data = self.prepared.sites, self.prepared.dataset
-        counts = [sites.counts(c).tolist() for c in range(self.prepared.world.clients)] if sites.parts else []
+        """How the data are split: classes, label counts by client and of the test set; what makes inputs of images."""
+        data, counts = self.prepared.dataset, self._counts
         asked = {str(c): list(query) for c, query in self.prepared.world.queries.items()}
-        told = {"queries": asked, "test_counts": self._totals()} if asked else {}
-        inputs = {"shape": self.prepared.world.server_model.input_shape, **sites.inputs.stored(data.train.images)}
-        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told, **self._networks()}
+        told = {"test_counts": self._totals, **({"queries": asked} if asked else {}), **self._networks()}
+        inputs = self.prepared.sites.inputs.stored(data.train.images)
+        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told}
 
     def _networks(self) -> dict[str, Any]:
         """Which client has which network, if they differ."""
@@ -140,10 +143,11 @@ class Measuring:
         event = {
             "round": round,
             **measured,
-            "forgetting": forgetting([self._best, classes] if self._best else [classes]),
+            "forgetting": None if measured["accuracy"] is None else forgetting([self._best or classes, classes]),
             "consistency": consistency(before, classes),
-            **self._of_round(Reports(replies, before, classes, self._totals())),
+            **self._of_round(Reports(replies, before, classes, self._totals)),
             **self._answers(replies, measured),
+            **self.own.round(),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
@@ -180,6 +184,7 @@ class Measuring:
                 self._before = rest["class_accuracy"]
             elif event["event"] == "round":
                 self._passed(rest["class_accuracy"])
+                self.own.round()
                 self._replies, self.spent = [], 0.0
             elif event["event"] == "client":
                 self._note([dict(rest)])
@@ -206,6 +211,7 @@ class Measuring:
 
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events
+        self.own.note(events)
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._alone.update({e["client"]: e for e in events if e["name"] == FIT})
@@ -214,18 +220,14 @@ class Measuring:
 
     def _answers(self, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> dict[str, Any]:
         """What clients gained and lost by their queries."""
-        world, sites = self.prepared.world, self.prepared.sites
-        if not world.queries or not sites.parts:
+        world, counts = self.prepared.world, self._counts
+        if not world.queries or not counts:
             return {}
-        counts = [sites.counts(c).tolist() for c in range(world.clients)]
         personal = self.prepared.settings.method.personal
-        return answers(world.queries, counts, self._alone, replies, measured, self._totals(), personal)
+        return answers(world.queries, counts, self._alone, replies, measured, self._totals, personal)
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
-
-    def _totals(self) -> list[int]:
-        return images_by_class(self.prepared.sites, self.prepared.world.classes)
 
 
 def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:

@@ -33,6 +33,7 @@ from fedstill.experiment.run_directory.claim import locked, new_directory, refus
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
 from fedstill.experiment.running.debugging import debugged
 from fedstill.experiment.running.measuring import Measuring
+from fedstill.experiment.running.own_answers import has_learned
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_census, run_round
@@ -193,8 +194,7 @@ class _Driver:
             self.watch.round(event, last)
         self.journal.sync()
         rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
-        summary = summary_of(self.settings, rounds, self.measuring.seconds)
-        write_result(self.folder, state, summary)
+        write_result(self.folder, state, summary_of(self.settings, rounds, self.measuring.seconds))
         return Result.of(self.folder)
 
     def stage(
@@ -240,7 +240,8 @@ class _Driver:
         torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
         with part(self.method, "predictors", where):
-            named = dict(self.method.predictors(state, self.world))
+            learned = has_learned(self.method, state, self.world)
+            named = dict(self.method.predictors(state, self.world)) if learned else {}
         return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
     def _identity(self) -> str:

@@ -32,7 +32,8 @@ from fedstill.files import digest
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.joined import Joined
-from fedstill.records import NOTHING, Payload, State
+from fedstill.records import NOTHING, SERVER, Payload, State
+from fedstill.trees import same_bits
 from fedstill.verdicts import part
 from fedstill.wire.reports import json_value
 
@@ -69,6 +70,7 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
         "model": name,
         "network": _networks(predict),
         **_about(settings, state, (folder / "summary.json").is_file()),
+        **({"own_after": sorted(settings.method.personal)} if client is not None else {}),
         **{k: start[0][k] for k in VERSIONS if k in start[0]},
     }
     return TrainedModel(
@@ -123,7 +125,9 @@ def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], 
     if client is not None and not 0 <= client < world.clients:
         raise ConfigError(f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other")
     with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
-        named = dict(method.predictors(run.state, world))
+        # Where clients have models of their own, the server's may be one that nobody trained.
+        learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
+        named = dict(method.predictors(run.state, world)) if learned else {}
     everybody = next((n for n in named if not n.startswith("client ")), "")
     if client is None:
         if not everybody:

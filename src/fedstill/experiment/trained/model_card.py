@@ -44,19 +44,30 @@ class Measured:
     history: Sequence[Sequence[float | None]]
 
 
-def measured_of(events: Sequence[Event], name: str) -> Measured | None:
-    """What a journal says of the model with a name; None if it was not measured by class."""
-    each = [(e["round"], _of(e, name)) for e in events if e["event"] == "round"]
-    known = [(round, of) for round, of in each if of is not None]
-    if not known:
+def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured | None:
+    """What a journal says of a model on the test set, by class; None if it was not measured."""
+    name, stages = about["model"], about.get("own_after", ())
+    each = {e["round"]: of for e in events if e["event"] == "round" if (of := _of(e, name)) is not None}
+    if not each and name.startswith("client "):
+        own = [e for e in events if e["event"] == "client" and f"client {e['client']}" == name and e["name"] in stages]
+        totals = events[0].get("test_counts", ())
+        each = {
+            e["round"]: _counted(e["correct_by_class"], totals) for e in own if "correct_by_class" in e and any(totals)
+        }
+    if not each:
         return None
-    round, last = known[-1]
-    return Measured(round, last["accuracy"], last["class_accuracy"], [of["class_accuracy"] for _, of in known])
+    round, last = list(each.items())[-1]  # of several stages in a round, the last
+    return Measured(round, last["accuracy"], last["class_accuracy"], [of["class_accuracy"] for of in each.values()])
 
 
 def _of(event: Event, name: str) -> Mapping[str, Any] | None:
     of = event.get("others", {}).get(name) or ({} if name.startswith("client ") else event)
     return of if of.get("accuracy") is not None else None
+
+
+def _counted(right: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
+    by_class = [r / t if t else None for r, t in zip(right, totals, strict=True)]
+    return {"accuracy": sum(right) / sum(totals), "class_accuracy": by_class}
 
 
 def model_card(model: TrainedModel, measured: Measured | None) -> str:

@@ -43,7 +43,7 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         "std": model.std.flatten().tolist(),
         "trained": model.about,
     }
-    measured = measured_of(read_journal(run / "journal.jsonl"), model.about["model"])
+    measured = measured_of(read_journal(run / "journal.jsonl"), model.about)
     files = {
         "README.md": model_card(model, measured).encode(),
         "config.json": json.dumps(config, indent=2, ensure_ascii=False).encode(),

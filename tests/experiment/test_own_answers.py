@@ -1,0 +1,184 @@
+"""Where each client's own model is the answer, that is what is measured, written, printed and drawn first."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+import toys
+from fedstill.cli import call
+from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
+from fedstill.method import Method
+from fedstill.records import Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.report.groups import groups
+from fedstill.report.page import page
+from fedstill.report.summary import columns, rows
+from fedstill.report.terminal import comparison_table, console
+from fedstill.work import ClientWork
+from run_bits import assert_same_bits, bits, stopped
+
+
+@method("toy_apart")
+@dataclass(frozen=True)
+class Apart(Method):
+    """Each client keeps a model of its own; the server's is never trained."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    personal: ClassVar[frozenset[str]] = frozenset({"train"})
+    pull: float = 0.0
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(pull=self.pull)
+
+    def work(self, stage: Stage) -> ClientWork:
+        return KeepTraining()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(steps=0)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state.next(seen=len(replies))
+
+
+@method("toy_silent")
+@dataclass(frozen=True)
+class Silent(Apart):
+    """The same, and it does not say so."""
+
+    personal: ClassVar[frozenset[str]] = frozenset()
+
+
+@dataclass(frozen=True)
+class KeepTraining(ClientWork):
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        start = memory.params if "params" in memory else world.initial(view.client)
+        return Carry(start, constants={"pull": down.number("pull")})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        size = sum((v.square().sum() for v in step.params.values()), start=step.logits().sum() * 0)
+        return {**super().terms(step, carry), "pull": carry["pull"] * size}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(steps=1), Payload(params=params)
+
+
+def apart(**changes: Any) -> Experiment:
+    what = {"method": "toy_apart", "measure": ["local"], "measure_every": 1, "rounds": 3}
+    return toys.toy(**{**what, "topology": {"clients": 6, "sampled": 3}, **changes})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(apart(), tmp_path_factory.mktemp("apart") / "run", data=toys.blobs()).directory
+
+
+def test_the_server_model_that_nobody_trained_says_nothing(finished: Path) -> None:
+    rounds = [e for e in read_journal(finished / "journal.jsonl") if e["event"] == "round"]
+    assert [(e["accuracy"], e["forgetting"]) for e in rounds] == [(None, None)] * 3
+    summary = json.loads((finished / "summary.json").read_text())
+    assert (summary["answer"], summary["accuracy"]) == ("clients", None)
+    assert summary["personal_accuracy"] == rounds[-1]["personal_accuracy"]
+
+
+def test_each_round_has_the_last_model_of_every_client_that_was_ever_measured(finished: Path) -> None:
+    events = read_journal(finished / "journal.jsonl")
+    counts, test = np.array(events[0]["label_counts"]), np.bincount(toys.blobs().test.labels)
+    last: dict[int, np.ndarray] = {}
+    for event in events:
+        if event["event"] == "client":
+            last[event["client"]] = np.array(event["correct_by_class"]) / test
+        if event["event"] == "round":
+            mine = {c: float(a @ counts[c] / counts[c].sum()) for c, a in sorted(last.items())}
+            assert event["personal_by_client"] == {str(c): pytest.approx(v) for c, v in mine.items()}
+            assert event["personal_accuracy"] == pytest.approx(np.mean(list(mine.values())))
+            assert event["personal_clients"] == len(last)
+    assert len(last) > 3, "clients take turns"
+
+
+def test_it_resumes_to_the_same_bits(finished: Path, tmp_path: Path) -> None:
+    for stages in (1, 2):
+        other = stopped(apart(), tmp_path / str(stages), stages)
+        resume(other, data=toys.blobs())
+        assert_same_bits(bits(other), bits(finished))
+
+
+def test_table_and_page_show_it_first(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    run(apart(method={"name": "toy_apart", "pull": 0.1}), tmp_path / "pulled", data=toys.blobs())
+    run(apart(method="fedavg"), tmp_path / "shared", data=toys.blobs())
+    compared = groups([finished, tmp_path])
+    console().print(comparison_table(compared))
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split("[%]")[0].strip() == "for the clients"
+    cells = [line.split("  ") for line in lines]
+    assert len({[c for c in row if c][1].strip() for row in cells}) == 3, "three settings, three numbers"
+    shown = columns(rows(compared))
+    assert {"personal_accuracy", "personal_forgetting"} <= {m.key for m in shown}
+    assert "Accuracy for the clients by round" in page(compared)
+    assert 'id="clients"' in page(compared)
+    alone = columns(rows(groups([tmp_path / "shared"])))
+    assert "personal_accuracy" not in {m.key for m in alone}, "where nobody has a model of its own it says no more"
+
+
+def test_a_shared_model_is_every_clients_answer(tmp_path: Path) -> None:
+    run(apart(method="fedavg"), tmp_path / "run", data=toys.blobs())
+    (group,) = groups([tmp_path])
+    events = read_journal(tmp_path / "run/journal.jsonl")
+    counts = np.array(events[0]["label_counts"])
+    accuracy = np.array(events[-1]["class_accuracy"])
+    mean = group.mean_spread("personal_accuracy")
+    assert mean is not None
+    assert mean.mean == pytest.approx((counts / counts.sum(1, keepdims=True) @ accuracy).mean())
+
+
+def test_a_method_that_does_not_say_so_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedstill"):
+        found = run(apart(method="toy_silent"), tmp_path / "run", data=toys.blobs())
+    (said,) = [r.getMessage() for r in caplog.records if "round 1 left the server's model as it was" in r.getMessage()]
+    assert "personal = frozenset({'train'})" in said
+    assert found.summary["answer"] == "server"
+
+
+def test_local_only_and_explain_say_what_the_answer_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    small = ["-s", "data.train_size=200", "-s", "data.test_size=60", "-s", "topology.clients=4", "-s", "plan.epochs=1"]
+    (tmp_path / "alone.toml").write_text('method = "local_only"\nrounds = 1\n')
+    assert call(["explain", "alone.toml", *small]) == 0
+    assert "each client's own model, after fit" in " ".join(capsys.readouterr().out.split())
+    assert call(["run", "alone.toml", *small, "--out", "out", "-q"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()[1:]
+    assert first.startswith("for the clients")
+    assert any("4 of 4" in line for line in rest)
+    assert not any(line.startswith("accuracy") for line in rest)
+
+
+def test_a_measure_that_would_say_nothing_is_refused(tmp_path: Path) -> None:
+    what = apart(measure=["private_public"])
+    with pytest.raises(IncompatibleMethod, match=r"measure private_public: .* set plan.validation = 0.2"):
+        run(what, tmp_path / "no", data=toys.blobs())
+    held_out = apart(measure=["private_public"], plan={"epochs": 1, "validation": 0.2})
+    found = run(held_out, tmp_path / "yes", data=toys.blobs())
+    assert found.history[-1]["private_accuracy"] > 0
+
+
+def test_personal_needs_no_models_in_replies(tmp_path: Path) -> None:
+    found = run(apart(measure=["personal"]), tmp_path / "run", data=toys.blobs())
+    assert found.history[-1]["local_train_accuracy"] > 0
+    assert found.history[-1]["personalised_accuracy"] > 0
