@@ -125,7 +125,7 @@ def _in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without what torch says to its own developers while it exports."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

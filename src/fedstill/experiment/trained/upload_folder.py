@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,9 @@ def _script(lines: str) -> str:
 
 def _loaded(folder: Path) -> Any:
     """What the folder's own script loads. Not imported: that would leave its bytecode there."""
-    path = folder / "model.py"
-    space = {"__name__": "model", "__file__": str(path)}
     try:
-        exec(compile(path.read_text(), str(path), "exec"), space)
-        model = space["Classifier"].load(folder)  # type: ignore[attr-defined]
+        space = runpy.run_path(str(folder / "model.py"), run_name="model")
+        model = space["Classifier"].load(folder)
         with torch.no_grad():
             model(torch.zeros(1, *model.input_shape))
         return model
