@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import io
+import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from fedstill.cli import call
 from fedstill.errors import UnknownName
 from fedstill.experiment.comparing import recipes
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory import evidence
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.mark.parametrize("name", recipes.recipe_names())
@@ -97,6 +105,32 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
     assert call([*words, *changed]) == 2
     refused = " ".join(capsys.readouterr().err.split())
     assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+
+
+def test_differences_to_a_row_are_paired_by_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    kept = RESULTS / "fedadkd-table2-reduced"
+    reduced = ["data.train_size=10000", "data.test_size=2000", "data.augment=[]", "topology.clients=50"]
+    words = ["reproduce", "fedadkd/table2", "--table", "--rounds", "40", "--out", str(kept)]
+    words += [w for value in (*reduced, "topology.sampled=5") for w in ("-s", value)]
+    words += ["--cells", "FedAvg:CIFAR-10 .1,FedNTD:CIFAR-10 .1,FedADKD:CIFAR-10 .1"]
+    assert call([*words, "--against", "FedNTD"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FedADKD, CIFAR-10 .1")]
+    with tarfile.open(evidence.pack_of(kept)) as packed:
+        names = [n for n in packed.getnames() if n.endswith("summary.json")]
+        read = {n: json.load(packed.extractfile(n) or io.BytesIO()) for n in names}
+    one, other = (
+        [100 * read[n]["mean_accuracy_last_10"] for n in sorted(read) if n.startswith(f"CIFAR-10_.1_{row}/")]
+        for row in ("FedADKD", "FedNTD")
+    )
+    low, high = stats.ttest_rel(one, other).confidence_interval(0.95)
+    (line,) = [line for line in lines if "last 10" in line]
+    assert line.split()[5:9] == [f"{np.mean(np.subtract(one, other)):+.1f}", f"{low:+.1f}", "to", f"{high:+.1f}"]
+    assert call([*words, "--against", "FedProx"]) == 2
+    assert "there is no row 'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD" in capsys.readouterr().err
 
 
 def test_a_table_says_which_queries_had_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,6 +29,9 @@ def compare_command(
 ) -> int:
     """Run several methods, settings and seeds side by side, print one table, and write a report.
 
+    The table and the differences between methods, paired by seed, are written under OUT/tables, as CSV, Markdown and
+    LaTeX.
+
     The same command goes on where it was stopped; finished runs are left alone.
 
     Args:
@@ -76,21 +79,33 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
 
 
 @app.command
-def report(*directories: Path, out: Path | None = None, tensorboard: Path | None = None) -> int:
+def report(
+    *directories: Path,
+    out: Path | None = None,
+    tables: Path | None = None,
+    against: str = "",
+    tensorboard: Path | None = None,
+) -> int:
     """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
 
     Args:
         directories: Directories of runs, or with runs below them.
         out: The page. Unset, report.html in the first directory.
+        tables: Also write the results and differences paired by seed to this directory, as CSV, Markdown and LaTeX.
+        against: The label of the runs that differences are to. Unset, the first.
         tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.errors import ConfigError
+    from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.table_files import write_tables
     from fedstill.report.trackers import export_tensorboard
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
     print(write_page(directories, out or directories[0] / "report.html"))
+    if tables is not None:
+        print("\n".join(map(str, write_tables(groups(directories), tables, against))))
     if tensorboard is not None:
         export_tensorboard(directories, tensorboard)
         print(tensorboard)
@@ -168,21 +183,22 @@ def carry_out(
 
 
 def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bool) -> None:
-    """Print the table of some runs, and write their report."""
+    """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.table_files import write_tables
     from fedstill.report.untaught import untaught
 
-    screen = terminal.console()
+    screen, compared = terminal.console(), groups(begun)
     if show:
-        compared = groups(begun)
         screen.print(terminal.comparison_table(compared))
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)
         if said := untaught({g.label: g.started for g in compared}):
             screen.print(said)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
+    write_tables(compared, folder / "tables")
     if tensorboard:
         from fedstill.report.trackers import export_tensorboard
 

@@ -25,6 +25,7 @@ def reproduce(
     jobs: Jobs = None,
     set_: Settings = (),
     table: bool = False,
+    against: str = "",
     quiet: Quiet = False,
 ) -> int:
     """Run a paper's table or figure, going on where it stopped, and print ours beside the paper's; no name: list them.
@@ -41,6 +42,7 @@ def reproduce(
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
         table: Run nothing; print the table of what is there.
+        against: Also print how far each row is from this one, paired by seed, with a 95 % interval.
         quiet: No progress bar.
     """
     from fedstill.experiment.comparing import recipes
@@ -63,5 +65,7 @@ def reproduce(
     runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
     for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
+        screen.print(line)
+    for line in reproduced.apart_from(paper_table, chosen, runs, against) if against else ():
         screen.print(line)
     return code

@@ -9,9 +9,11 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from fedstill.errors import ConfigError
 from fedstill.experiment.comparing.compare import other_settings
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.variants import Variant
+from fedstill.metrics.ranks import paired_difference
 from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import Run, read_run
 from fedstill.report.summary import NONE
@@ -68,6 +70,59 @@ def paper_tables(
             count = max(len(line) for line in by_client) - 2
             lines = [line + [NONE] * (count + 2 - len(line)) for line in by_client]
             yield table(("", "", *(f"client {c}" for c in range(count))), lines, words=2)
+
+
+def apart_from(
+    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], against: str
+) -> Iterator[RenderableType]:
+    """For every column, how far each row is from the row ``against``, paired by seed, with a 95 % interval.
+
+    Raises ConfigError if no column has such a row.
+    """
+    if against not in {row for row, _ in cells}:
+        raise ConfigError(
+            f"there is no row {against!r} among the cells; name one of {', '.join({r: 0 for r, _ in cells})}"
+        )
+    summaries = _found(runs)
+    yield Text(f"\nDifferences to {against}, in points, with the 95 % interval of differences paired by seed")
+    head = ("", "", "ours", "95 % interval", "seeds", "", "paper")
+    lines = [
+        _difference(recipe, summaries, row, against, column, measure)
+        for column in dict.fromkeys(c for _, c in cells)
+        for row in (r for r, c in cells if c == column and r != against)
+        for measure in _measures(recipe, summaries)
+    ]
+    yield table(head, lines, words=2)
+
+
+def _measures(recipe: Recipe, summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
+    return [recipe.measures[0], *([LAST_TEN] if long else []), *recipe.measures[1:]]
+
+
+def _difference(
+    recipe: Recipe,
+    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
+    row: str,
+    against: str,
+    column: str,
+    measure: str,
+) -> list[str]:
+    one, other = (by_seed(summaries.get(f"{r} | {column}", []), measure) for r in (row, against))
+    apart = paired_difference(one, other)
+    printed = [recipe.published.get((r, column), Published()).values.get(measure) for r in (row, against)]
+    theirs = NONE if None in printed else f"{printed[0] - printed[1]:+.1f}"  # type: ignore[operator]
+    title = "last 10" if measure == LAST_TEN else COLUMN_TITLES.get(measure, measure)
+    if apart is None:
+        return [f"{row}, {column}", title, NONE, NONE, "0", "", theirs]
+    interval = NONE if apart.pairs < 2 else f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}"
+    said = "" if apart.pairs < 2 else "told apart" if apart.told_apart else "not told apart"
+    return [f"{row}, {column}", title, f"{100 * apart.mean:+.1f}", interval, str(apart.pairs), said, theirs]
+
+
+def by_seed(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[int, float]:
+    """{seed: a number of the run's summary}, of the runs that have it."""
+    return {s["seed"]: s[measure] for s in runs if s.get(measure) is not None}
 
 
 def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
@@ -151,9 +206,8 @@ def _said(value: Spread | None) -> str:
 
 def _paired(runs: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], measure: str) -> str:
     """The mean difference over the seeds that both have: a seed that only one finished would shift it."""
-    ours, theirs = ({s["seed"]: s[measure] for s in r if s.get(measure) is not None} for r in (runs, first))
-    both = sorted(set(ours) & set(theirs))
-    return f"{100 * sum(ours[s] - theirs[s] for s in both) / len(both):+.1f}" if both else NONE
+    apart = paired_difference(by_seed(runs, measure), by_seed(first, measure))
+    return f"{100 * apart.mean:+.1f}" if apart else NONE
 
 
 def _printed(cell: Mapping[str, float], measure: str) -> str:

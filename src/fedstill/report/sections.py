@@ -27,6 +27,7 @@ from fedstill.report.markup import (
 from fedstill.report.measured import seconds as seconds_of
 from fedstill.report.numbers import Column
 from fedstill.report.summary import NONE, Row, columns, rows
+from fedstill.report.table_files import difference_lines, differences
 
 MOST_REASONS = 12
 
@@ -63,8 +64,23 @@ def results_section(groups: Sequence[Group], style: Style) -> Html:
         sentence(says),
         html_table(head, body, "numbers wide"),
         Html(f'<p class="legend" style="margin-top:10px">{escape(legend)}</p>'),
+        _apart(groups),
         name="results",
     )
+
+
+def _apart(groups: Sequence[Group]) -> Html | None:
+    """Differences to the first group, folded; None where no two groups share two seeds."""
+    base = groups[0]
+    if not any(len({*g.seeds} & {*base.seeds}) > 1 for g in groups[1:]):
+        return None
+    says = (
+        f"How far each line is from {base.label}, paired by seed, with the 95 % interval of the mean and p of the "
+        "paired t test. An interval that holds 0 does not tell two methods apart."
+    )
+    head, lines = difference_lines(list(differences(groups, base)))
+    table = html_table(head, lines, "numbers wide")
+    return folded(f"Differences to {base.label}", Html(f"{sentence(says).text}{table.text}"))
 
 
 def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:

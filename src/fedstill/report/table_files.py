@@ -1,0 +1,159 @@
+"""A comparison's table, and its differences paired by seed, as CSV with all digits, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fedstill.errors import ConfigError
+from fedstill.files import make_folder, write_whole
+from fedstill.metrics.ranks import Difference, paired_difference
+from fedstill.report.groups import Group
+from fedstill.report.numbers import Column, reported
+from fedstill.report.summary import NONE, columns, rows
+
+IN_LATEX = {"\\": r"\textbackslash{}", **{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\^{}"}
+"""What LaTeX reads as a command, and what it prints as the sign."""
+
+DIFFERENCE = ("difference", "low", "high", "p", "seeds")
+"""What is said of a difference: mean, ends of its 95 % interval, p of the paired t test, how many seeds both have."""
+
+
+def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> list[Path]:
+    """Write results and differences, three files each; the paths.
+
+    against: the label of the group that all others are compared with; empty: the first. Raises ConfigError if there is
+    none of that label.
+    """
+    base = _base(compared, against)
+    head, lines = result_lines(compared)
+    apart = list(differences(compared, base))
+    texts = {
+        "results.csv": _csv(*_wide(compared)),
+        "results.md": markdown(head, lines),
+        "results.tex": latex(head, lines),
+        "differences.csv": _csv(["compared", "with", "number", "unit", *DIFFERENCE], apart),
+        "differences.md": markdown(*difference_lines(apart)),
+        "differences.tex": latex(*difference_lines(apart)),
+    }
+    make_folder(folder)
+    for name, text in texts.items():
+        write_whole(folder / name, text.encode())
+    return [folder / name for name in texts]
+
+
+def _base(compared: Sequence[Group], against: str) -> Group:
+    if against and against not in {g.label for g in compared}:
+        raise ConfigError(
+            f"there is no {against!r} to compare with; choose one of {', '.join(g.label for g in compared)}"
+        )
+    return next(g for g in compared if g.label == (against or compared[0].label))
+
+
+def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of the table: mean ± sample standard deviation over seeds."""
+    lines = rows(compared)
+    shown = columns(lines)
+    head = ["", "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
+    return head, [[_named(r.label, r.note), str(r.seeds), *(r.text(m) for m in shown)] for r in lines]
+
+
+def differences(compared: Sequence[Group], base: Group) -> Iterator[list[str]]:
+    """Of each other group and each number: label, the base's, the number, its unit, and ``DIFFERENCE``, all digits."""
+    shown = columns(rows(compared))
+    for group in (g for g in compared if g is not base):
+        for column in shown:
+            if apart := difference(group, base, column):
+                yield [group.label, base.label, column.title, column.unit, *_digits(apart, column.scale)]
+
+
+def difference(group: Group, base: Group, column: Column) -> Difference | None:
+    """How far a group is from another in one number, paired by seed; None without a common seed."""
+    return paired_difference(_by_seed(group, column.key), _by_seed(base, column.key))
+
+
+def _by_seed(group: Group, key: str) -> dict[int, float]:
+    each = {run.seed: reported(run).get(key) for run in group.started}
+    return {seed: value for seed, value in each.items() if value is not None}
+
+
+def _digits(apart: Difference, scale: float) -> list[str]:
+    ends = ["", "", ""] if apart.pairs < 2 else [repr(scale * apart.low), repr(scale * apart.high), repr(apart.p)]
+    return [repr(scale * apart.mean), *ends, str(apart.pairs)]
+
+
+def difference_lines(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table that people read, from those of ``differences``."""
+    head = ["", "number", "difference", "95 % interval", "p", "seeds"]
+    out = []
+    for one, base, number, unit, mean, low, high, p, seeds in lines:
+        interval = f"{float(low):+.2f} to {float(high):+.2f}" if low else NONE
+        shown = f"{float(mean):+.2f}", interval, f"{float(p):.3f}" if p else NONE
+        out.append([f"{one} − {base}", f"{number} [{unit}]", *shown, seeds])
+    return head, out
+
+
+def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """The results with a column for each number: means, standard deviations and how many seeds have it, all digits."""
+    lines = rows(compared)
+    shown = columns(lines)
+    head = ["label", "note", *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds"))]
+    out = []
+    for row in lines:
+        cells = [row.label, row.note]
+        for m in shown:
+            value = row.values[m.key]
+            cells += [repr(m.scale * value.mean), repr(m.scale * value.std), str(value.runs)] if value else [""] * 3
+        out.append(cells)
+    return head, out
+
+
+def _named(label: str, note: str) -> str:
+    return f"{label} ({note})" if note else label
+
+
+def _csv(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([head, *lines])
+    return out.getvalue()
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first column is text, the others are numbers.
+
+    >>> print(markdown(["", "F [%]"], [["a|b", "1.0 ± 0.2"]]), end="")
+    |  | F [%] |
+    |---|---:|
+    | a\\|b | 1.0 ± 0.2 |
+    """
+    marks = ["---", *("---:" for _ in head[1:])]
+    table = [head, *lines]
+    shown = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in table]
+    return "\n".join([f"| {shown[0]} |", f"|{'|'.join(marks)}|", *(f"| {row} |" for row in shown[1:])]) + "\n"
+
+
+def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table in LaTeX, for ``\\usepackage{booktabs}``.
+
+    >>> print(latex(["", "F [%]"], [["fed_a", "1.0 ± 0.2"]]), end="")
+    \\begin{tabular}{lr}
+    \\toprule
+     & F [\\%] \\\\
+    \\midrule
+    fed\\_a & $1.0 \\pm 0.2$ \\\\
+    \\bottomrule
+    \\end{tabular}
+    """
+    shown = [" & ".join(_in_latex(cell) for cell in row) + r" \\" for row in (head, *lines)]
+    body = [r"\toprule", shown[0], r"\midrule", *shown[1:], r"\bottomrule"]
+    return "\n".join([rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}", *body, r"\end{tabular}"]) + "\n"
+
+
+def _in_latex(cell: str) -> str:
+    if re.fullmatch(r"[-+]?[\d.]+ ± [\d.]+", cell):
+        return cell.replace("±", r"\pm").join("$$")
+    text = "".join(IN_LATEX.get(c, c) for c in cell)
+    return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
