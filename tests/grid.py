@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.peers.environments import NotInstalled, interpreter, uv  # noqa: E402
 
 PACKAGE = f"{ROOT}[test,tensorboard,docs,flower,flower-datasets]"
-"""With the extras that make test installs."""
+"""With the extras that make test installs, but for onnx, which the oldest torch does not have."""
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder", "-p", "no:cacheprovider")
 PROBE = """
 import platform, torch

@@ -20,32 +20,53 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from fedstill.data.examples import Dataset as Dataset
+    from fedstill.data.sources.loader import load_dataset as load_dataset
+    from fedstill.data.sources.tensors import from_tensors as from_tensors
     from fedstill.errors import FedstillError as FedstillError
     from fedstill.experiment.config.experiment import Experiment as Experiment
+    from fedstill.experiment.config.experiment import load as load
+    from fedstill.experiment.progress import Progress as Progress
     from fedstill.experiment.run_directory.result import Result as Result
     from fedstill.experiment.running.runner import resume as resume
     from fedstill.experiment.running.runner import run as run
+    from fedstill.experiment.trained.loading import load_model as load_model
+    from fedstill.experiment.trained.trained_model import TrainedModel as TrainedModel
     from fedstill.method import Method as Method
     from fedstill.records import Carry as Carry
     from fedstill.records import Payload as Payload
     from fedstill.records import Plan as Plan
     from fedstill.registry import register as register
+    from fedstill.report.comparison import Comparison as Comparison
     from fedstill.work import ClientWork as ClientWork
 
 _HOMES = {
     "Carry": "fedstill.records",
     "ClientWork": "fedstill.work",
+    "Comparison": "fedstill.report.comparison",
     "Dataset": "fedstill.data.examples",
     "Experiment": "fedstill.experiment.config.experiment",
     "FedstillError": "fedstill.errors",
     "Method": "fedstill.method",
     "Payload": "fedstill.records",
     "Plan": "fedstill.records",
+    "Progress": "fedstill.experiment.progress",
     "Result": "fedstill.experiment.run_directory.result",
+    "TrainedModel": "fedstill.experiment.trained.trained_model",
+    "from_tensors": "fedstill.data.sources.tensors",
+    "load": "fedstill.experiment.config.experiment",
+    "load_dataset": "fedstill.data.sources.loader",
+    "load_model": "fedstill.experiment.trained.loading",
     "register": "fedstill.registry",
     "resume": "fedstill.experiment.running.runner",
     "run": "fedstill.experiment.running.runner",
 }
+
+_MODULES = (
+    *("aggregate", "data", "engines", "errors", "experiment", "fields", "keys", "labels", "losses", "matching"),
+    *("method", "methods", "metrics", "models", "payload", "records", "registry", "report", "teachers", "topology"),
+    *("trees", "wire", "work"),
+)
+"""Parts of the library that the reference is about."""
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
@@ -53,17 +74,10 @@ __all__ = ["__version__", *sorted(_HOMES)]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in {
-        "aggregate",
-        "data",
-        "errors",
-        "labels",
-        "losses",
-        "methods",
-        "metrics",
-        "models",
-        "teachers",
-        "topology",
-    }:
+    if name in _MODULES:
         return importlib.import_module(f"fedstill.{name}")
     raise AttributeError(f"module 'fedstill' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_MODULES})

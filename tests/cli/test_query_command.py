@@ -22,7 +22,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run, settings_of
 from fedstill.models.contract import initial, spec_for
-from fedstill.models.model_files import load_model, save_model
+from fedstill.models.model_files import read_model, save_model
 from fedstill.records import Stage
 
 CHANGES = {"plan.transfer.epochs": 2, "plan.refine.epochs": 2}
@@ -73,7 +73,7 @@ def test_the_command_says_who_teaches_and_writes_the_students_model(
     said = capsys.readouterr().out
     for words in ("client 0 asks for", "client 5", "asked for", "forgetting", "average accuracy", "yes"):
         assert words in said
-    spec, params = load_model(out)
+    spec, params = read_model(out)
     assert spec.name == "mlp"
     assert set(params) == set(initial(spec, 0))
 

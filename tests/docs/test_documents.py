@@ -7,6 +7,7 @@ import re
 import runpy
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,28 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
     assert passing(tmp_path / "test_my_measures.py") == 2
+
+
+@pytest.mark.skipif(
+    not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime", "pandas"))),
+    reason="the extras onnx and pandas are not installed: pip install 'fedstill[onnx,pandas]', as make test does",
+)
+def test_a_model_is_used_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    follow("use_the_model.md", tmp_path, capsys)
+    space: dict[str, object] = {}
+    try:
+        for kind, _, text in blocks("use_the_model.md"):
+            if kind == "python":
+                exec(compile(text, "use_the_model.md", "exec"), space)
+    finally:
+        sys.modules.pop("model", None)
+    said = capsys.readouterr().out
+    assert "<Result: fedntd on digits, seed 1: accuracy" in said
+    assert "accuracy, last [%]" in said
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Answers:
     ],
 )
 def test_a_report_over_a_wire_that_no_measure_can_have_made_is_a_failure(report: dict[str, Any], why: str) -> None:
-    ready = prepare(settle(toys.toy(measure=BUILT_IN)), toys.blobs())
+    ready = prepare(settle(toys.toy(measure=BUILT_IN, plan={"validation": 0.2})), toys.blobs())
     engine = FlowerEngine(ready.engine(), Answers(report), lambda **_: None)  # type: ignore[arg-type,return-value]
     (reply,) = engine.run(ClientWork(), TRAIN, {0: Payload()}, 7)
     assert re.search(why, reply.failure) if why else reply.failure == "", reply.failure

@@ -20,7 +20,7 @@ from fedstill.fields import check_ranges
 from fedstill.keys import seed_for
 from fedstill.methods.pfnm import PFNM
 from fedstill.models import contract
-from fedstill.models.model_files import load_model, save_model
+from fedstill.models.model_files import read_model, save_model
 
 ONE = {"name": "pfnm", "gamma": [1.0], "variance": [0.5], "prior_variance": [10.0]}
 Params = dict[str, Tensor]
@@ -129,7 +129,7 @@ def test_a_wider_model_is_measured_and_can_be_saved(tmp_path) -> None:
     assert state.model is not None
     made = {k: v.float() for k, v in state.params.items()}  # as every run keeps it
     save_model(tmp_path / "model", state.model, made)
-    spec, params = load_model(tmp_path / "model")
+    spec, params = read_model(tmp_path / "model")
     assert spec == state.model
     x = torch.randn(3, 1, toys.SIDE, toys.SIDE)
     assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(state.model, made)(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ class Inputs:
     def plain(self, images: Tensor) -> Tensor:
         """Images (n, channels, H, W) as inputs in float32; images that are floats already are left as they are."""
         return normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images
+
+    def stored(self, images: Tensor) -> dict[str, Any]:
+        """What makes the same inputs of such images again: shape and type of one, mean and spread of each channel."""
+        kind = str(images.dtype).removeprefix("torch.")
+        return {"shape": list(images.shape[1:]), "pixels": kind, "mean": self.mean, "std": self.std}
 
     def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Images as one training batch, augmented with draws from the generator."""

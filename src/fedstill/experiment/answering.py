@@ -27,7 +27,7 @@ from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
-from fedstill.models.model_files import load_model
+from fedstill.models.model_files import read_model
 from fedstill.queries import Why
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
 from fedstill.watch import Unwatched
@@ -167,7 +167,7 @@ def _experiment(
 
 
 def _guest(path: Path, prepared: Prepared) -> Guest:
-    spec, params = load_model(path)
+    spec, params = read_model(path)
     own = prepared.world.server_model
     if spec.classes != own.classes:
         raise ConfigError(f"teacher {path} knows {spec.classes} classes, the run has {own.classes}")

@@ -21,7 +21,7 @@ from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.files import digest
 from fedstill.fitting import FIT, why_asked
 from fedstill.method import Method, run_round
-from fedstill.models.model_files import load_model
+from fedstill.models.model_files import read_model
 from fedstill.queries import Why, picked
 from fedstill.records import Examples, Payload, Stage, State, Tensors, many
 from fedstill.watch import Unwatched
@@ -53,7 +53,7 @@ def by_now(
                 f"{later.student} was trained on all data of client {client}; its accuracy cannot be measured on them; "
                 "give new data, of which some are held out, or name the classes"
             )
-        spec, models[client] = load_model(later.student)
+        spec, models[client] = read_model(later.student)
         if spec != prepared.world.model(client):
             raise ConfigError(f"{later.student} is a {spec}, client {client} has a {prepared.world.model(client)}")
     if later.new is not None:

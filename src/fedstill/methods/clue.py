@@ -30,10 +30,11 @@ from torch import Tensor
 from fedstill.fields import Count, CountOrZero, PositiveShare
 from fedstill.fitting import FIT, probe_seed, probed
 from fedstill.losses import cross_entropy
-from fedstill.methods.local_only import LocalOnly, fitted, with_students
+from fedstill.methods.local_only import LocalOnly, answered, fitted, with_students
 from fedstill.methods.naive_kd import TRANSFER, own_and_peers
 from fedstill.methods.qkt import highest
-from fedstill.models.contract import predictor
+from fedstill.models.contract import Predictor, predictor
+from fedstill.models.joined import Joined, WeightedVote
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.teachers import noise
@@ -85,7 +86,7 @@ class CLUE(LocalOnly):
         return with_students(state, replies).next(groups=votes)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
-        own, patched = fitted(state), state.extra.many("student")
+        own, patched = fitted(state), answered(state)
         return {
             f"client {c}": vote(
                 [predictor(world.model(c), own[c]), predictor(world.model(c), params)], state.extra.tensor(f"vote.{c}")
@@ -94,10 +95,9 @@ class CLUE(LocalOnly):
         }
 
 
-def vote(models: Sequence[Callable[[Tensor], Tensor]], weights: Tensor) -> Callable[[Tensor], Tensor]:
+def vote(models: Sequence[Predictor], weights: Tensor) -> Joined:
     """x -> log of the weighted mean (B, C) of the models' probabilities."""
-    shares = (weights / weights.sum()).tolist()
-    return lambda x: sum((s * m(x).softmax(1) for s, m in zip(shares, models, strict=True)), torch.zeros(())).log()
+    return Joined(models, WeightedVote((weights / weights.sum()).tolist()))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fedstill.fields import CountOrZero
 from fedstill.keys import generator, seed_for
 from fedstill.methods.local_only import LocalOnly, fitted
 from fedstill.models.contract import predictor
+from fedstill.models.joined import Joined, MeanOfProbabilities
 from fedstill.records import State, Tensors, World
 from fedstill.registry import method
 
@@ -39,7 +40,7 @@ class Ensemble(LocalOnly):
         models = fitted(state)
         if not models:
             return {}
-        everyone = {"ensemble": mixture(models, world)}
+        everyone: dict[str, Callable[[Tensor], Tensor]] = {"ensemble": mixture(models, world)}
         if not self.participants:
             return everyone
         groups = {c: asked_peers(c, self.participants, world) for c in range(world.clients)}
@@ -47,10 +48,9 @@ class Ensemble(LocalOnly):
         return everyone | {f"client {c}": mixture(m, world) for c, m in some.items() if m}
 
 
-def mixture(models: Mapping[int, Tensors], world: World) -> Callable[[Tensor], Tensor]:
+def mixture(models: Mapping[int, Tensors], world: World) -> Joined:
     """x -> log of the mean probabilities (B, C) of some clients' models."""
-    each = [predictor(world.model(c), params) for c, params in models.items()]
-    return lambda x: torch.stack([p(x).softmax(1) for p in each]).mean(0).log()
+    return Joined([predictor(world.model(c), params) for c, params in models.items()], MeanOfProbabilities())
 
 
 def asked_peers(client: int, participants: int, world: World) -> list[int]:

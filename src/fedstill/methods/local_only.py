@@ -55,6 +55,11 @@ def with_students(state: State, replies: Sequence[Reply]) -> State:
     return state.next(groups=students)
 
 
+def answered(state: State) -> dict[int, Tensors]:
+    """What clients ended with, by client, as ``with_students`` put it there."""
+    return state.extra.many("student")
+
+
 def fitted(state: State) -> dict[int, Tensors]:
     """The models that clients trained alone, by client."""
     return state.extra.many("model")

@@ -36,6 +36,7 @@ from torch import Tensor
 from fedstill.fields import Count, Positive, Share
 from fedstill.fitting import FIT, FITTING, Fit, probed
 from fedstill.losses import cross_entropy, masked_ce
+from fedstill.methods.local_only import answered
 from fedstill.methods.naive_kd import TRANSFER, TRANSFERRING, NaiveKD
 from fedstill.metrics import average_accuracy, class_accuracy
 from fedstill.records import Carry, Examples, Payload, Plan, Stage, State, Step, Tensors, View, World
@@ -98,7 +99,7 @@ class QKT(NaiveKD):
 
     def after_phase1(self, state: State, client: int) -> Tensors | None:
         """The model whose extractor a client refines a head on; None if it has none."""
-        return state.extra.many("student").get(client)
+        return answered(state).get(client)
 
     @property
     def old_head(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fedstill.labels import TensorLike
-from fedstill.metrics.values import mean_over_classes, values
+from fedstill.metrics.values import Values, mean_over_classes, values
 
 
 def forgetting(class_accuracy: TensorLike) -> float:
@@ -22,6 +22,23 @@ def forgetting(class_accuracy: TensorLike) -> float:
     """
     running = running_forgetting(class_accuracy)
     return running[-1] if running else 0.0
+
+
+def forgetting_by_class(class_accuracy: TensorLike) -> Values:
+    """What each class lost: best accuracy of an earlier round - accuracy of the last round, (C,); their mean is F.
+
+    class_accuracy: (rounds, C) in [0, 1], oldest round first. Zeros for one round; NaN for a class without accuracy in
+    the last round, or in all earlier ones.
+
+    Source: FedNTD, eq. 5.
+
+    >>> forgetting_by_class([[0.75, 0.25], [0.25, 0.5]])
+    array([ 0.5 , -0.25])
+    """
+    accuracy = values(class_accuracy, 2, "class accuracies of all rounds")
+    earlier, last = accuracy[:-1] if len(accuracy) > 1 else accuracy, accuracy[-1]
+    lost: Values = np.fmax.reduce(earlier, axis=0) - last
+    return lost
 
 
 def running_forgetting(class_accuracy: TensorLike) -> list[float]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedstill import registry
-from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
 from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
@@ -136,19 +137,39 @@ def _part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tenso
     return functional_call(part, own, x)  # type: ignore[no-any-return]
 
 
-def predictor(spec: ModelSpec, params: Tensors) -> Callable[[Tensor], Tensor]:
-    """x -> logits of frozen parameters in evaluation mode."""
+@dataclass(frozen=True, eq=False)
+class Predictor:
+    """Frozen parameters of an architecture: called with inputs (B, channels, H, W), it gives logits (B, C)."""
 
-    here: dict[torch.device, Tensors] = {}
+    spec: ModelSpec
+    params: Tensors
+    _here: dict[torch.device, Tensors] = field(default_factory=dict, repr=False)
 
-    def predict(x: Tensor) -> Tensor:
-        if x.device not in here:
-            here[x.device] = {k: v.to(x.device) for k, v in params.items()}
-        m = module(spec, "frozen").eval()
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits in evaluation mode, without gradients."""
+        if x.device not in self._here:
+            self._here[x.device] = {k: v.to(x.device) for k, v in self.params.items()}
+        m = module(self.spec, "frozen").eval()
         with torch.inference_mode():
-            return forward(m, here[x.device], x)
+            return forward(m, self._here[x.device], x)
 
-    return predict
+    def as_module(self) -> nn.Module:
+        """A module of its own that holds a copy of the parameters, in evaluation mode.
+
+        Raises CorruptFile where they are not those of the architecture.
+        """
+        with _building, torch.random.fork_rng(devices=[]):
+            made = build(self.spec)
+        try:
+            made.load_state_dict(dict(self.params))
+        except RuntimeError as error:
+            raise CorruptFile(f"the weights are not those of a {self.spec}: {on_one_line(error)}") from error
+        return made.eval()
+
+
+def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
+    """x -> logits of frozen parameters in evaluation mode."""
+    return Predictor(spec, params)
 
 
 def spec_for(

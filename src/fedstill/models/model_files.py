@@ -24,7 +24,7 @@ def save_model(path: Path, spec: ModelSpec, params: Tensors) -> None:
     write_whole(path, safetensors.torch.save(own, {_KEY: json.dumps(asdict(spec))}))
 
 
-def load_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
+def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
     """The network and the parameters in a file that :func:`save_model` wrote.
 
     Raises ConfigError for a file that is not there or names no network, UnknownName for a network that does not exist

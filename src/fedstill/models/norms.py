@@ -25,3 +25,8 @@ def norm_layer(norm: Norm, channels: int) -> nn.Module:
     if norm in ("batch", "batch_stats"):
         return nn.BatchNorm2d(channels, track_running_stats=norm == "batch")
     raise ConfigError(f"norm = {norm!r} must be group, batch_stats or batch")
+
+
+def of_the_batch(m: nn.Module) -> bool:
+    """Whether a network's answers depend on the other images of a batch, in evaluation mode too."""
+    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is None for part in m.modules())

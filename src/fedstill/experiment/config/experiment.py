@@ -61,10 +61,11 @@ KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "ba
 """Everything that a config may say: keys outside tables, and tables."""
 
 
-def load(path: Path | None, overrides: tuple[str, ...] = ()) -> Experiment:
+def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment:
     """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings."""
-    if path is None:
+    if file is None:
         return Experiment().with_values(parse_overrides(overrides), "command line")
+    path = Path(file)
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:

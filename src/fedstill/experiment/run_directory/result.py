@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 from safetensors import SafetensorError
@@ -15,21 +15,27 @@ from torch import Tensor
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
+from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
 from fedstill.files import write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
 from fedstill.wire.reports import json_value
 
+if TYPE_CHECKING:
+    import pandas
+
 QUERIED = (*(f"query_{name}" for name in QUERY_MEASURES), UNTAUGHT)
 """What a summary says of a run whose clients asked for classes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """A finished run. ``accuracy`` and ``forgetting`` are the last round's; ``history`` has one mapping a round.
 
-    ``measures``: what the run's measures gave, one mapping a measure and stage, in order.
+    ``model``: the global model's parameters by name; ``fedstill.load_model`` makes a module of them. ``measures``: what
+    the run's measures gave, one mapping a measure and stage, in order. ``classes``: their names.
     """
 
     accuracy: float
@@ -39,6 +45,7 @@ class Result:
     directory: Path
     summary: Mapping[str, Any]
     measures: list[dict[str, Any]]
+    classes: tuple[str, ...] = ()
 
     @staticmethod
     def of(folder: Path) -> Result:
@@ -54,7 +61,48 @@ class Result:
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
         events = journals.read_journal(folder / "journal.jsonl")
         history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
-        return Result(accuracy, forgetting, history, model, folder, summary, measures)
+        classes = tuple(str(c) for e in events[:1] for c in e.get("classes", []))
+        return Result(accuracy, forgetting, history, model, folder, summary, measures, classes)
+
+    def rounds(self) -> pandas.DataFrame:
+        """One row a round: what ``history`` has, with a column for each number; raises ConfigError without pandas.
+
+        Names inside names are joined by a dot, and a list over the classes has a column for each: ``class_accuracy.3``.
+        """
+        return frame_of_events(self.history, self.classes)
+
+    def clients(self) -> pandas.DataFrame:
+        """One row for each client and stage, from the journal: examples, bytes, losses, seconds, who was refused.
+
+        Raises ConfigError without pandas, CorruptFile if the run's directory is gone.
+        """
+        events = journals.read_journal(self.directory / "journal.jsonl")
+        return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{what} {value}" for what, value in self._numbers.items())
+        rounds = f"{len(self.history)} round{'' if len(self.history) == 1 else 's'}"
+        return f"<Result: {self._title}: {numbers}; {rounds}, in {self.directory}>"
+
+    @property
+    def _title(self) -> str:
+        s = self.summary
+        return f"{s.get('method', 'a run')} on {s.get('dataset', 'data')}, seed {s.get('seed', '?')}"
+
+    @property
+    def _numbers(self) -> dict[str, str]:
+        """The result in a few numbers, those of the clients' own models first where they are the answer."""
+        s = self.summary
+        own = {"for the clients": "personal_accuracy", "forgetting at clients": "personal_forgetting"}
+        numbers = {name: share(s[key]) for name, key in own.items() if s.get(key) is not None}
+        if self.accuracy is not None or not numbers:
+            numbers |= {"accuracy": share(self.accuracy), "forgetting": share(self.forgetting)}
+        return numbers
+
+    def _repr_html_(self) -> str:
+        """The result in a notebook, with what each class has lost."""
+        facts = {**self._numbers, "rounds": str(len(self.history)), "in": str(self.directory)}
+        return notebook(self._title, facts, forgotten_table(self.classes, self.history))
 
 
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")

@@ -62,10 +62,12 @@ class Measuring:
         self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
 
     def split(self) -> dict[str, Any]:
-        """How the data are split: classes, and label counts by client."""
+        """How the data are split: classes, label counts by client and of the test set; what makes inputs of images."""
         data, counts = self.prepared.dataset, self._counts
-        told = {**self.queried.before(), "test_counts": self._totals} if self.queried.anyone else {}
-        return {"classes": list(data.classes), "label_counts": counts, **told, **self._networks()}
+        asked = self.queried.before() if self.queried.anyone else {}
+        told = {"test_counts": self._totals, **asked, **self._networks()}
+        inputs = self.prepared.sites.inputs.stored(data.train.images)
+        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told}
 
     def _networks(self) -> dict[str, Any]:
         """Which client has which network, if they differ."""

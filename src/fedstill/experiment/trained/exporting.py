@@ -1,0 +1,138 @@
+"""A trained model as a program that needs no fedstill, of ``torch.export`` or ONNX; it is tried before it is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from fedstill.errors import ConfigError, FedstillError, on_one_line
+from fedstill.experiment.trained.trained_model import OnlyCalled, TrainedModel
+from fedstill.files import make_folder, write_whole
+
+TRIED = (1, 7)
+"""How many images of noise an exported program is tried on, one batch after the other."""
+
+NEAR = 1e-3
+"""How far the logits of an exported program may be from the model's, relative to the largest."""
+
+
+def exported(network: nn.Module, example: Tensor) -> ExportedProgram:
+    """A network traced by ``torch.export`` with a batch of any size; raises ConfigError if it cannot be traced."""
+    if any(isinstance(m, OnlyCalled) for m in network.modules()):
+        raise ConfigError(
+            "this method's predictors() gives a function, whose weights nobody can see; to export its model, "
+            "let it give a torch.nn.Module, or an object with as_module()"
+        )
+    try:
+        with quiet():
+            return torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},), strict=False)
+    except Exception as error:
+        raise ConfigError(f"torch.export cannot trace the network: {on_one_line(error)}") from error
+
+
+def write_program(model: TrainedModel, path: Path) -> float:
+    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far its logits are off."""
+    program = exported(model, model.noise(2))
+    away = furthest(model, program.module())
+    out = io.BytesIO()
+    with quiet():
+        torch.export.save(program, out)
+    make_folder(path.absolute().parent)
+    write_whole(path, out.getvalue())
+    return away
+
+
+def write_onnx(model: TrainedModel, path: Path) -> float | None:
+    """Write a model as ONNX: ``images`` in, as the model takes them, ``logits`` out, a batch of any size.
+
+    The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how far its logits are
+    off in onnxruntime; None if that is not installed. Raises ConfigError without onnx and onnxscript.
+    """
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"ONNX needs packages that are not here: pip install 'fedstill[onnx]' ({error})") from error
+    program = exported(model, model.noise(2))
+    try:
+        with quiet():
+            made: Any = torch.onnx.export(
+                program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
+            )
+    except Exception as error:
+        raise ConfigError(f"torch.onnx cannot translate the network: {on_one_line(error)}") from error
+    data = _described(made.model_proto, {"classes": model.classes, **model.about})
+    away = _in_onnxruntime(model, data)
+    make_folder(path.absolute().parent)
+    write_whole(path, data)
+    return away
+
+
+def _described(proto: Any, facts: Mapping[str, Any]) -> bytes:
+    """An ONNX model's bytes, its first axis called ``batch``, with facts in its metadata."""
+    for name, value in facts.items():
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = name, value if isinstance(value, str) else json.dumps(value)
+    graph = proto.graph
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if symbol and dim.dim_param:  # a size that is fixed has none, and must not get one
+                dim.dim_param = dim.dim_param.replace(symbol, "batch")
+    data: bytes = proto.SerializeToString()
+    return data
+
+
+def furthest(model: TrainedModel, other: Any) -> float:
+    """How far the logits of another program are from the model's on noise, relative to the largest.
+
+    Raises FedstillError if they are too far: the program then computes something else.
+    """
+    away = 0.0
+    for count in TRIED:
+        images = model.noise(count)
+        with torch.no_grad():
+            ours, theirs = model(images), torch.as_tensor(other(images))
+        finite = ours.isfinite()
+        if theirs.shape != ours.shape or not torch.equal(finite, theirs.isfinite()):
+            raise FedstillError(f"the exported program gives other logits on {count} images of noise; it is not kept")
+        scale = max(1.0, float(ours[finite].abs().max()) if bool(finite.any()) else 1.0)
+        away = max([away, *((ours - theirs)[finite].abs() / scale).tolist()])
+    if away > NEAR:
+        raise FedstillError(f"the exported program's logits are off by {away:.1e} of the largest; it is not kept")
+    return away
+
+
+def _in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return furthest(model, lambda images: session.run(["logits"], {"images": images.numpy()})[0])
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what torch says to its own developers while it exports."""
+    loggers = [logging.getLogger(name) for name in ("torch", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,200 @@
+"""The model that a run trained: from its last checkpoint, with what the run stored of its data; no data are read."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from fedstill.data.examples import Dataset
+from fedstill.engines.flower.desk import Desk
+from fedstill.engines.memory import Memory
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.run_world import RunWorld, world_of
+from fedstill.experiment.preparing.start_weights import FINAL
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints
+from fedstill.experiment.run_directory.evidence import SUFFIX, readable
+from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.running.provenance import sources
+from fedstill.experiment.running.runner import settings_of
+from fedstill.experiment.trained.pixels import Pixels, pixels_of
+from fedstill.experiment.trained.trained_model import TrainedModel, network_of
+from fedstill.files import digest
+from fedstill.methods.local_only import answered, fitted
+from fedstill.models.contract import Predictor, predictor
+from fedstill.models.joined import Joined
+from fedstill.records import NOTHING, SERVER, Payload, State
+from fedstill.trees import same_bits
+from fedstill.verdicts import part
+from fedstill.wire.reports import json_value
+
+log = logging.getLogger("fedstill.trained")
+
+VERSIONS = ("fedstill", "torch", "numpy", "python")
+
+Versions = Mapping[int, tuple[str, str]]
+"""Which file, with which SHA-256, holds what a client remembers."""
+
+
+def load_model(run: Result | Path | str, client: int | None = None, data: Dataset | None = None) -> TrainedModel:
+    """The model that a run trained, with its normalisation inside, in evaluation mode.
+
+    run: a result, or the run's directory; of a run that was stopped, the model of its last checkpoint. client: of a
+    method that answers with a model for each client, whose; else left out. data: the run's data set, for a run that an
+    earlier version began and did not write down what normalises the images.
+    Gives :class:`TrainedModel`: uint8 images in, logits out. On the run's test set, in batches of 100, it has the
+    accuracy that the run printed. The data are not read. Raises ConfigError for a directory without models, for a pack,
+    for a client without a model, and where a client must be named; CorruptFile for a file that is damaged.
+    """
+    folder = run.directory if isinstance(run, Result) else Path(run)
+    _refuse_pack(folder)
+    settings = settings_of(folder)
+    start = journals.read_journal(folder / "journal.jsonl")[:1]
+    if not start:
+        raise ConfigError(f"{folder} has no model yet: it stopped before it began; `fedstill resume {folder}`")
+    _warn_of_changes(settings, start[0])
+    pixels = pixels_of(folder, settings, start[0], data)
+    world = _world(settings, start[0], pixels)
+    state, versions = _last(folder)
+    name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
+    about = {
+        "model": name,
+        "network": _networks(predict),
+        **_about(settings, state, (folder / "summary.json").is_file()),
+        **({"own_after": sorted(settings.method.personal)} if client is not None else {}),
+        **{k: start[0][k] for k in VERSIONS if k in start[0]},
+    }
+    return TrainedModel(
+        network_of(predict), start[0]["classes"], pixels.shape, pixels.mean, pixels.std, about, pixels.type
+    )
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a run has of its models."""
+
+    folder: Path
+    settings: Settings
+    world: RunWorld
+    state: State
+    versions: Versions
+
+
+def _refuse_pack(folder: Path) -> None:
+    packed = folder.name.endswith(SUFFIX) or (not folder.exists() and readable(folder).is_dir())
+    if packed:
+        raise ConfigError(f"{folder} is packed, and a pack keeps what runs measured, not their models; run it again")
+
+
+def _world(settings: Settings, start: Mapping[str, Any], pixels: Pixels) -> RunWorld:
+    made = world_of(settings, pixels.shape, len(start["classes"]), settings.data.public)
+    return replace(made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()})
+
+
+def _last(folder: Path) -> tuple[State, Versions]:
+    """The state of the last checkpoint; without one, the final model. Raises ConfigError if there is neither."""
+    restored = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest()
+    if restored is not None:
+        if restored.state.round == 1 and restored.state.stage == 0:
+            raise ConfigError(f"{folder} has trained nothing yet; go on with: fedstill resume {folder}")
+        return restored.state, restored.memory
+    path = folder / FINAL
+    if not path.is_file():
+        done = (folder / "summary.json").is_file()
+        todo = f"train it again: fedstill run {folder / 'config.toml'}" if done else f"go on: fedstill resume {folder}"
+        raise ConfigError(f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}")
+    try:
+        return State(safetensors.torch.load(path.read_bytes())), {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """What a run answers with, for everybody or for one client, and what it is called."""
+    method, world = run.settings.method, run.world
+    name = run.settings.named.method.name
+    if client is not None and not 0 <= client < world.clients:
+        raise ConfigError(f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other")
+    with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
+        # Where clients have models of their own, the server's may be one that nobody trained.
+        learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
+        named = dict(method.predictors(run.state, world)) if learned else {}
+    everybody = next((n for n in named if not n.startswith("client ")), "")
+    if client is None:
+        if not everybody:
+            who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
+            raise ConfigError(f"{name} trains a model for each client and none for all; {who}")
+        return everybody, named[everybody]
+    if f"client {client}" in named:
+        return f"client {client}", named[f"client {client}"]
+    if not method.personal:
+        raise ConfigError(f"{name} trains one model for all clients; leave client out")
+    own = answered(run.state).get(client, fitted(run.state).get(client))
+    own = own or _remembered(run, client).get("params")
+    if own is None:
+        raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
+    return f"client {client}", predictor(world.model(client), own)
+
+
+def _remembered(run: _Trained, client: int) -> Payload:
+    """What a client remembers, where its memory is on this machine."""
+    version = run.versions.get(client)
+    if version is None:
+        return NOTHING
+    if run.settings.engine != "flower":
+        return Memory(run.folder / "memory", dict(run.versions)).load(client)
+    with (run.folder / "journal.jsonl").open("rb") as file:
+        identity = digest(file.readline())[:16]
+    desk = Desk(run.folder / "sites", identity, client)
+    if not desk.place.is_dir():
+        raise ConfigError(f"the model of client {client} is at its site: this machine does not have it")
+    return desk.remembered(version)
+
+
+def _networks(predict: Callable[[Tensor], Tensor]) -> str:
+    """The networks that a predictor consists of, in words."""
+    each = [predict] if isinstance(predict, Predictor) else predict.each if isinstance(predict, Joined) else []
+    kinds = Counter(str(one.spec) for one in each)
+    return ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items()) or "unknown"
+
+
+def _about(settings: Settings, state: State, finished: bool) -> dict[str, Any]:
+    named = settings.named
+    tables = {"method": named.method, "partition": named.partition, "topology": named.topology}
+    return {
+        **{kind: without_folder(one.name) for kind, one in tables.items()},
+        **{f"{kind}_fields": json_value(dict(one.values)) for kind, one in tables.items()},
+        "dataset": without_folder(settings.data.name),
+        "clients": settings.clients,
+        "seed": settings.seed,
+        "rounds": settings.rounds,
+        "round": state.round if state.stage else state.round - 1,
+        **({"finished": True} if finished else {"finished": False, "stages": state.stage}),
+    }
+
+
+def without_folder(name: str) -> str:
+    """A name as others may read it: of a file or folder of one's own, without where it lies.
+
+    >>> without_folder("/home/me/mine.py:FedMine"), without_folder("owner/name")
+    ('mine.py:FedMine', 'owner/name')
+    """
+    own = name.startswith(("/", "~", ".")) or ".py" in name
+    return name.rstrip("/").rpartition("/")[2] if own else name
+
+
+def _warn_of_changes(settings: Settings, start: Mapping[str, Any]) -> None:
+    """Warn of a file of the user's own code that is not the one that the run was started with."""
+    noted = start.get("sources", {})
+    for path, sha in sources(settings).items():
+        if noted.get(path, sha) != sha:
+            log.warning("%s has changed since the run began; the model may compute something else", path)

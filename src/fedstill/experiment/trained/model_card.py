@@ -1,0 +1,178 @@
+"""A model card: what was trained on what, how good it is at each class and what it has forgotten, and how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fedstill import registry
+from fedstill.errors import UnknownName
+from fedstill.experiment.run_directory.journal import Event
+from fedstill.experiment.trained.trained_model import TrainedModel
+from fedstill.metrics.forgetting import forgetting_by_class
+from fedstill.models.norms import of_the_batch
+
+USE = """```python
+import sys
+
+sys.path.insert(0, "PATH/TO/THIS/FOLDER")
+from model import Classifier
+
+model = Classifier.load()
+logits = model(images)  # {images}
+names = [model.classes[i] for i in logits.argmax(1)]
+```"""
+
+FILES = {
+    "model.safetensors": "the weights",
+    "config.json": "classes, image shape, normalisation, and what was trained on what",
+    "model.py": "loads them with torch and safetensors alone; `python model.py` checks what a machine computes",
+    "check.safetensors": "images of noise and their logits, for that check",
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run measured of a model on its test set, last: ``class_accuracy`` (C,), and (rounds, C) of all rounds."""
+
+    round: int
+    accuracy: float
+    class_accuracy: Sequence[float | None]
+    history: Sequence[Sequence[float | None]]
+
+
+def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured | None:
+    """What a journal says of a model on the test set, by class; None if it was not measured."""
+    name, stages = about["model"], about.get("own_after", ())
+    each = {e["round"]: of for e in events if e["event"] == "round" if (of := _of(e, name)) is not None}
+    if not each and name.startswith("client "):
+        own = [e for e in events if e["event"] == "client" and f"client {e['client']}" == name and e["name"] in stages]
+        totals = events[0].get("test_counts", ())
+        each = {
+            e["round"]: _counted(e["correct_by_class"], totals) for e in own if "correct_by_class" in e and any(totals)
+        }
+    if not each:
+        return None
+    round, last = list(each.items())[-1]  # of several stages in a round, the last
+    return Measured(round, last["accuracy"], last["class_accuracy"], [of["class_accuracy"] for of in each.values()])
+
+
+def _of(event: Event, name: str) -> Mapping[str, Any] | None:
+    of = event.get("others", {}).get(name) or ({} if name.startswith("client ") else event)
+    return of if of.get("accuracy") is not None else None
+
+
+def _counted(right: Sequence[int], totals: Sequence[int]) -> dict[str, Any]:
+    by_class = [r / t if t else None for r, t in zip(right, totals, strict=True)]
+    return {"accuracy": sum(right) / sum(totals), "class_accuracy": by_class}
+
+
+def model_card(model: TrainedModel, measured: Measured | None) -> str:
+    """The text of README.md, with the head that the Hugging Face hub reads; the licence is for the user to state."""
+    about = model.about
+    head = "\n".join(
+        [
+            "---",
+            "library_name: pytorch",
+            "pipeline_tag: image-classification",
+            f"tags: [federated-learning, fedstill, {about['method'].partition('.py')[0]}]",
+            "# license: write here, and below, under which licence you share this model",
+            "---",
+        ]
+    )
+    parts = [
+        head,
+        f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
+        f"An image classifier for {len(model.classes)} classes, trained by federated learning with fedstill, over "
+        f"{about['clients']} clients whose data differ.",
+        _table(["", ""], [*_facts(model).items()]),
+        "## Accuracy and forgetting",
+        *_results(model, measured),
+        "## Use",
+        USE.format(images=_images(model)),
+        *_limits(model),
+        "## Licence",
+        "Not stated yet. Whoever shares this model states it here, after checking what the data allow.",
+        "## Files",
+        _table(["file", "what it is"], [(f"`{name}`", what) for name, what in FILES.items()]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(model: TrainedModel) -> dict[str, str]:
+    about = model.about
+    numbers = sum(p.numel() for p in model.network.parameters())
+    of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(about["model"])
+    what = of or f"the own model of {about['model']}"
+    done = "" if about["finished"] else ", unfinished"
+    versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
+    return {
+        "what": f"{what}, after round {about['round']} of {about['rounds']}{done}",
+        "network": f"{about['network']}; {numbers:,} parameters",
+        "input": _images(model),
+        "output": f"logits (N, {len(model.classes)})",
+        "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
+        "data": f"{about['dataset']}, split by {_with_fields(about, 'partition')} over {about['clients']} clients",
+        "schedule": f"{_with_fields(about, 'topology')}; {about['rounds']} rounds",
+        "seed": str(about["seed"]),
+        "versions": ", ".join(versions),
+    }
+
+
+def _images(model: TrainedModel) -> str:
+    shape = f"(N, {', '.join(map(str, model.input_shape))})"
+    if model.pixels != "uint8":
+        return f"{shape}, floats as in the run's data"
+    return f"{shape}, uint8 from 0 to 255 or floats from 0 to 1; they are normalised inside"
+
+
+def _with_fields(about: Mapping[str, Any], kind: str) -> str:
+    fields = ", ".join(f"{k} = {v}" for k, v in about[f"{kind}_fields"].items() if v not in (None, "", []))
+    return f"{about[kind]} ({fields})" if fields else str(about[kind])
+
+
+def _summary(method: str) -> str:
+    try:
+        return f": {registry.lookup('method', method).summary}" if ".py" not in method else ""
+    except UnknownName:
+        return ""
+
+
+def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
+    if measured is None:
+        return ["The run did not measure this model by class on its test set."]
+    lost = forgetting_by_class([[np.nan if v is None else v for v in row] for row in measured.history])
+    each = zip(model.classes, measured.class_accuracy, lost.tolist(), strict=True)
+    if len(measured.history) == 1:
+        said = f"On the run's test set, after its only round: accuracy {_percent(measured.accuracy)}."
+        return [said, _table(["class", "accuracy"], [(name, _percent(now)) for name, now, _ in each])]
+    rows = [(name, _percent(now), _percent(gone + (now or 0)), _percent(gone)) for name, now, gone in each]
+    later = "" if measured.round == model.about["round"] else " The model has been trained further since."
+    mean = _percent(float(np.nanmean(lost)) if not np.isnan(lost).all() else None)
+    return [
+        f"On the run's test set, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
+        f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and the mean over the "
+        f"classes.{later}",
+        _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
+    ]
+
+
+def _limits(model: TrainedModel) -> list[str]:
+    lines = ["It knows these classes only: whatever is in an image, the answer is one of them."]
+    if of_the_batch(model.network):
+        lines.append(
+            "Its normalisation uses the statistics of the batch; the accuracy above is for batches of 100 images."
+        )
+    return ["## Limits", *lines]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in lines)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None or np.isnan(share) else f"{100 * share:.1f} %"

@@ -1,0 +1,256 @@
+"""A run's model without fedstill: ``torch.export``, ONNX in onnxruntime, a folder whose script needs no fedstill."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+import toys
+from fedstill.cli import call
+from fedstill.errors import ConfigError, FedstillError
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
+from fedstill.experiment.trained import exporting
+from fedstill.experiment.trained.loading import load_model
+from fedstill.experiment.trained.trained_model import TrainedModel
+from fedstill.experiment.trained.upload_folder import write_folder
+from fedstill.models.contract import initial, predictor, spec_for
+
+needs_onnx = pytest.mark.skipif(
+    not all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))),
+    reason="the extra onnx is not installed: pip install 'fedstill[onnx]', as make test does",
+)
+WITHOUT_FEDSTILL = """
+import importlib.abc, json, sys
+class Nowhere(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, *ALLOWED}:
+            raise ModuleNotFoundError(f"{name} is not to be had here")
+ALLOWED = {"torch", "torchgen", "safetensors", "numpy", "packaging", "typing_extensions", "sympy", "mpmath", "model"}
+ALLOWED |= {"networkx", "filelock", "jinja2", "markupsafe", "fsspec"}
+sys.meta_path.insert(0, Nowhere())
+try:
+    import fedstill
+except ModuleNotFoundError:
+    pass
+else:
+    raise SystemExit("fedstill can be imported")
+"""
+"""Python in which torch, what torch needs, safetensors and the script itself can be imported, and nothing else."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with convolutions and running statistics, on images of three channels."""
+    torch.set_num_threads(toys.THREADS)
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(toys.toy("fedntd", model="toy_batchnorm"), folder, data=toys.blobs())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def voting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose clients answer with two models each."""
+    torch.set_num_threads(toys.THREADS)
+    folder = tmp_path_factory.mktemp("voting") / "run"
+    run(toys.toy("clue", **toys.suited("clue")), folder, data=toys.blobs())
+    return folder
+
+
+def test_a_program_of_torch_gives_the_same_logits_for_any_batch(finished: Path, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "model.pt2"
+    assert call(["export", str(finished), "--pt2", str(path)]) == 0
+    model, program = load_model(finished), torch.export.load(path).module()
+    images = toys.blobs().test.images
+    with torch.no_grad():
+        for batch in (images, images[:1], images[:13]):
+            torch.testing.assert_close(program(batch), model(batch), rtol=1e-5, atol=1e-6)
+
+
+@needs_onnx
+def test_onnx_takes_images_as_they_are_and_says_the_classes(finished: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    path = tmp_path / "model.onnx"
+    assert call(["export", str(finished), "--onnx", str(path)]) == 0
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (images_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
+    assert (images_in.name, images_in.type, images_in.shape) == ("images", "tensor(uint8)", ["batch", 1, 4, 4])
+    assert (logits_out.name, logits_out.shape) == ("logits", ["batch", toys.CLASSES])
+    images, model = toys.blobs().test.images, load_model(finished)
+    with torch.no_grad():
+        for batch in (images, images[:1]):
+            (logits,) = session.run(None, {"images": batch.numpy()})
+            torch.testing.assert_close(torch.from_numpy(logits), model(batch), rtol=1e-4, atol=1e-5)
+    facts = session.get_modelmeta().custom_metadata_map
+    assert tuple(json.loads(facts["classes"])) == model.classes
+    assert (facts["method"], facts["seed"]) == ("fedntd", "7")
+
+
+@needs_onnx
+def test_models_that_vote_are_one_file(voting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--onnx", str(tmp_path / "m.onnx"), "--pt2", str(tmp_path / "m.pt2"), "--client", "3"]
+    assert call(["export", str(voting), *words]) == 0
+    said = capsys.readouterr().out
+    assert "in onnxruntime its logits" in said
+    assert "a program of torch.export, in torch its logits" in said
+
+
+def test_onnx_without_onnxruntime_is_written_and_says_that_it_was_not_compared(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxscript", reason="the extra onnx is not installed")
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    assert call(["export", str(finished), "--onnx", str(tmp_path / "m.onnx")]) == 0
+    assert "not compared with the model: onnxruntime is not installed" in capsys.readouterr().out
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert call(["export", str(finished), "--onnx", str(tmp_path / "n.onnx")]) == 2
+    assert "pip install 'fedstill[onnx]'" in capsys.readouterr().err
+    assert not (tmp_path / "n.onnx").exists()
+
+
+def test_the_folder_needs_torch_and_safetensors_alone(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "shared"
+    assert call(["export", str(finished), "--folder", str(folder)]) == 0
+    assert "state the licence in README.md" in capsys.readouterr().out
+    names = ["README.md", "check.safetensors", "config.json", "model.py", "model.safetensors"]
+    assert sorted(p.name for p in folder.iterdir()) == names
+    images = toys.blobs().test.images
+    safetensors.torch.save_file({"images": images}, tmp_path / "images.safetensors")
+    program = f"""
+{WITHOUT_FEDSTILL}
+import runpy
+from safetensors.torch import load_file, save_file
+import torch
+sys.path.insert(0, {str(folder)!r})
+sys.dont_write_bytecode = True
+from model import Classifier
+model, images = Classifier.load(), load_file({str(tmp_path / "images.safetensors")!r})["images"]
+assert not model.training
+with torch.no_grad():
+    save_file({{"logits": model(images), "floats": model(images / 255)}}, {str(tmp_path / "logits.safetensors")!r})
+try:
+    model(images[0])
+except ValueError as error:
+    print(error)
+print(json.dumps(model.classes))
+runpy.run_path({str(folder / "model.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    refused, classes, tried = done.stdout.splitlines()
+    model = load_model(finished)
+    assert refused == "images must be (N, 1, 4, 4), not (1, 4, 4)"
+    assert tuple(json.loads(classes)) == model.classes
+    assert tried.startswith("5 classes, images of (1, 4, 4); logits differ by ")
+    logits = safetensors.torch.load_file(tmp_path / "logits.safetensors")
+    with torch.no_grad():
+        torch.testing.assert_close(logits["logits"], model(images), rtol=1e-5, atol=1e-6)
+    assert torch.equal(logits["floats"], logits["logits"])
+
+
+def test_what_the_folder_imports_is_torch_and_safetensors(finished: Path, tmp_path: Path) -> None:
+    write_folder(load_model(finished), finished, tmp_path / "shared")
+    tree = ast.parse((tmp_path / "shared" / "model.py").read_text())
+    imported = {n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    outside = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names)
+    assert outside == {"torch", "safetensors"}
+
+
+def test_the_folder_says_what_was_trained_on_what(finished: Path, tmp_path: Path) -> None:
+    model = load_model(finished)
+    write_folder(model, finished, tmp_path / "shared")
+    weights = safetensors.torch.load_file(tmp_path / "shared" / "model.safetensors")
+    own = model.network.state_dict()
+    assert set(weights) == set(own)
+    assert all(torch.equal(weights[k], own[k]) for k in own)
+    config = json.loads((tmp_path / "shared" / "config.json").read_text())
+    assert (config["input_shape"], config["mean"], config["std"]) == ([1, 4, 4], [0.5], [0.5])
+    assert config["trained"]["method"] == "fedntd"
+    text = (tmp_path / "shared" / "README.md").read_text()
+    history = json.loads((finished / "summary.json").read_text())
+    for words in (
+        "tags: [federated-learning, fedstill, fedntd]",
+        "# fedntd on blobs, seed 7",
+        "| what | the global model, after round 3 of 3 |",
+        f"accuracy {100 * history['accuracy']:.1f} %, forgetting {100 * history['forgetting']:.1f} %",
+        "| class | accuracy | best earlier round | forgotten |",
+        "| class 4 |",
+        "Not stated yet. Whoever shares this model states it here",
+        f"fedstill {model.about['fedstill']}, torch {model.about['torch']}",
+    ):
+        assert words in text, words
+    assert str(tmp_path) not in text
+
+
+def test_a_clients_own_model_was_measured_once(voting: Path, tmp_path: Path) -> None:
+    write_folder(load_model(voting, client=3), voting, tmp_path / "shared")
+    text = (tmp_path / "shared" / "README.md").read_text()
+    assert "| what | the own model of client 3, after round 1 of 1 |" in text
+    assert "On the run's test set, after its only round: accuracy" in text
+    assert "| class | accuracy |\n" in text
+
+
+def test_the_card_of_a_clients_own_model_has_what_the_client_measured(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run(toys.toy("ft_fedavg", measure_every=1), folder, data=toys.blobs())
+    own = [e for e in read_journal(folder / "journal.jsonl") if e.get("name") == "finetune" and e["client"] == 2]
+    write_folder(load_model(folder, client=2), folder, tmp_path / "shared")
+    text = (tmp_path / "shared" / "README.md").read_text()
+    assert f"accuracy {sum(own[-1]['correct_by_class']):.1f} %" in text, "of 100 test images"
+    assert f"| class 1 | {5 * own[-1]['correct_by_class'][1]:.1f} % |" in text
+
+
+def test_a_folder_that_holds_something_is_left_alone(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    assert call(["export", str(finished), "--folder", str(tmp_path)]) == 2
+    assert "is there already; name a new folder" in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+    assert call(["export", str(finished)]) == 2
+    assert "say what to write: --onnx FILE, --pt2 FILE or --folder DIR" in capsys.readouterr().err
+
+
+def model_of(network: nn.Module) -> TrainedModel:
+    return TrainedModel(network, ["a", "b"], (1, 4, 4), (0.5,), (0.5,), {"method": "mine", "seed": 0})
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1)[:, :2] * (2 if float(x.sum()) > 0 else 1)
+
+
+def test_a_network_that_cannot_be_traced_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"torch.export cannot trace the network") as caught:
+        exporting.write_program(model_of(Branching()), tmp_path / "m.pt2")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_function_of_a_method_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(toys.toy("toy_peers", rounds=1, topology={"clients": 6}), tmp_path / "run", data=toys.blobs())
+    assert call(["export", str(tmp_path / "run"), "--pt2", str(tmp_path / "m.pt2")]) == 2
+    assert "gives a function, whose weights nobody can see" in capsys.readouterr().err
+
+
+def test_a_program_that_computes_something_else_is_not_kept() -> None:
+    spec = spec_for("mlp", (1, 4, 4), 2, {"hidden": (4,)})
+    model, other = (model_of(predictor(spec, initial(spec, seed)).as_module()) for seed in (0, 1))
+    assert exporting.furthest(model, model) == 0.0
+    with pytest.raises(FedstillError, match="logits are off by"):
+        exporting.furthest(model, other)
+    with pytest.raises(FedstillError, match="gives other logits"):
+        exporting.furthest(model, lambda images: model(images)[:, :1])
