@@ -186,6 +186,8 @@ def test_the_folder_says_what_was_trained_on_what(finished: Path, tmp_path: Path
         "# fedntd on blobs, seed 7",
         "| what | the global model, after round 3 of 3 |",
         f"accuracy {100 * history['accuracy']:.1f} %, forgetting {100 * history['forgetting']:.1f} %",
+        "| data | blobs, 300 training images, split by dirichlet (alpha = 1.0",
+        "On the run's test set, 100 images, after round 3: accuracy",
         "| class | accuracy | best earlier round | forgotten |",
         "| class 4 |",
         "Not stated yet. Whoever shares this model states it here",

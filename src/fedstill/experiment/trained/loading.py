@@ -71,6 +71,7 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
         "network": _networks(predict),
         **_about(settings, state, (folder / "summary.json").is_file()),
         **({"own_after": sorted(settings.method.personal)} if client is not None else {}),
+        **_images(start[0]),
         **{k: start[0][k] for k in VERSIONS if k in start[0]},
     }
     return TrainedModel(
@@ -165,6 +166,15 @@ def _networks(predict: Callable[[Tensor], Tensor]) -> str:
     each = [predict] if isinstance(predict, Predictor) else predict.each if isinstance(predict, Joined) else []
     kinds = Counter(str(one.spec) for one in each)
     return ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items()) or "unknown"
+
+
+def _images(start: Mapping[str, Any]) -> dict[str, int]:
+    """How many images clients had, and how many the test set, as far as the run knew."""
+    counted = {
+        "train_images": sum(map(sum, start.get("label_counts", []))),
+        "test_images": sum(start.get("test_counts", [])),
+    }
+    return {name: count for name, count in counted.items() if count}
 
 
 def _about(settings: Settings, state: State, finished: bool) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def _facts(model: TrainedModel) -> dict[str, str]:
     of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(about["model"])
     what = of or f"the own model of {about['model']}"
     done = "" if about["finished"] else ", unfinished"
+    data = about["dataset"] + _count(about, "train_images", "training images")
     versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
     return {
         "what": f"{what}, after round {about['round']} of {about['rounds']}{done}",
@@ -115,11 +116,15 @@ def _facts(model: TrainedModel) -> dict[str, str]:
         "input": _images(model),
         "output": f"logits (N, {len(model.classes)})",
         "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
-        "data": f"{about['dataset']}, split by {_with_fields(about, 'partition')} over {about['clients']} clients",
+        "data": f"{data}, split by {_with_fields(about, 'partition')} over {about['clients']} clients",
         "schedule": f"{_with_fields(about, 'topology')}; {about['rounds']} rounds",
         "seed": str(about["seed"]),
         "versions": ", ".join(versions),
     }
+
+
+def _count(about: Mapping[str, Any], key: str, what: str) -> str:
+    return f", {about[key]:,} {what}" if key in about else ""
 
 
 def _images(model: TrainedModel) -> str:
@@ -152,8 +157,9 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     rows = [(name, _percent(now), _percent(gone + (now or 0)), _percent(gone)) for name, now, gone in each]
     later = "" if measured.round == model.about["round"] else " The model has been trained further since."
     mean = _percent(float(np.nanmean(lost)) if not np.isnan(lost).all() else None)
+    images = _count(model.about, "test_images", "images")
     return [
-        f"On the run's test set, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
+        f"On the run's test set{images}, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
         f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and the mean over the "
         f"classes.{later}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
