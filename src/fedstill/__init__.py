@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from fedstill.experiment.trained.loading import load_model as load_model
     from fedstill.experiment.trained.trained_model import TrainedModel as TrainedModel
     from fedstill.method import Method as Method
+    from fedstill.plan import Plan as Plan
     from fedstill.records import Carry as Carry
     from fedstill.records import Payload as Payload
-    from fedstill.records import Plan as Plan
     from fedstill.registry import register as register
     from fedstill.report.comparison import Comparison as Comparison
     from fedstill.work import ClientWork as ClientWork
@@ -48,7 +48,7 @@ _HOMES = {
     "FedstillError": "fedstill.errors",
     "Method": "fedstill.method",
     "Payload": "fedstill.records",
-    "Plan": "fedstill.records",
+    "Plan": "fedstill.plan",
     "Progress": "fedstill.experiment.progress",
     "Result": "fedstill.experiment.run_directory.result",
     "TrainedModel": "fedstill.experiment.trained.trained_model",
@@ -63,8 +63,8 @@ _HOMES = {
 
 _MODULES = (
     *("aggregate", "data", "engines", "errors", "experiment", "fields", "keys", "labels", "losses", "matching"),
-    *("method", "methods", "metrics", "models", "payload", "records", "registry", "report", "teachers", "topology"),
-    *("trees", "wire", "work"),
+    *("method", "methods", "metrics", "models", "payload", "plan", "queries", "raised", "records"),
+    *("registry", "report", "teachers", "topology", "trees", "wire", "work"),
 )
 """Parts of the library that the reference is about."""
 

@@ -278,8 +278,9 @@ def test_what_cannot_be_a_later_query_is_refused(local: Path, lacking: tuple[int
 
 
 def test_a_run_whose_clients_ask_again_says_what_each_query_gained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     tree = toys.asking_again(data={"name": "digits", "train_size": 300, "test_size": 100})
     (tmp_path / "again.toml").write_text(as_toml({k: v for k in KEYS if (v := getattr(tree, k)) != {}}))
     assert call(["run", str(tmp_path / "again.toml"), "--out", str(tmp_path / "run"), "--quiet"]) == 0
