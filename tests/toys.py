@@ -80,6 +80,10 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
     return Experiment(**{**values, **changes})  # type: ignore[arg-type]
 
 
+TOLERANT = {"failures": "tolerate"}
+"""The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines does."""
+
+
 def suited(name: str) -> dict[str, object]:
     """What a toy experiment with a method needs: one round among peers, public data, queries."""
     built = lookup("method", name).build()

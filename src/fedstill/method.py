@@ -15,8 +15,8 @@ from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
 from fedstill.origin import returned
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
-from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
-from fedstill.watch import Watch, told
+from fedstill.verdicts import demand_quorum, guard_norm, part, written
+from fedstill.watch import Watch, place, replies_of, told
 from fedstill.wire.screen import Rules, screen
 from fedstill.work import Census, ClientWork
 
@@ -168,7 +168,8 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
     stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came = [_counted(reply, rules) for reply in came]
     replies, refused = screen(lambda _: expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
         demand_quorum(stage, replies, refused, rules)
@@ -196,9 +197,9 @@ def run_round(
 ) -> State:
     """One round, from the stage that the state names: the same for every method, topology and engine.
 
-    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed),
-    Diverged if parameters blow up, and MethodFailed for a mistake in the method. Then ``watch`` has been told of the
-    stage's refusals, and the state of the last good stage is the one that it was given last.
+    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of a chain is skipped
+    instead, unless the whole chain failed), Diverged if parameters blow up, MethodFailed for a mistake in the method.
+    Then ``watch`` has been told of the stage's refusals, and the last good state is the one that it was given last.
     Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
     """
     if state.stage == 0:
@@ -225,7 +226,7 @@ def _run_stage(
         downs = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came = engine.run(work, stage, downs, world.seed)
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
     with part(method, "expects", where):
         labels = state.extra.get("labels") if "label_counts" in method.requires() else None
         replies, refused = screen(lambda c: method.expects(c, stage, world), stage, downs, came, rules, labels)

@@ -172,6 +172,7 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.refused import refused
     from fedstill.report.untaught import untaught
 
     screen = terminal.console()
@@ -182,6 +183,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
             screen.print(leaks)
         if said := untaught({g.label: g.started for g in compared}):
             screen.print(said)
+        for line in refused({g.label: g.started for g in compared}):
+            screen.print(f"warning: {line}", soft_wrap=True)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
     if tensorboard:
         from fedstill.report.trackers import export_tensorboard

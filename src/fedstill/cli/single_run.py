@@ -66,10 +66,11 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
         quiet: No progress bar.
     """
     from fedstill.experiment.progress import Interrupted
+    from fedstill.experiment.run_directory.begun import settings_of
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
-    settings = runner.settings_of(directory)
+    settings = settings_of(directory)
     with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.resume(directory, watch=bar, debug=debug)
@@ -189,4 +190,6 @@ def _show(result: Result) -> int:
     ]
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    if s.get("refusals"):
+        screen.print(f"warning: {s['refusals']}", soft_wrap=True)
     return 0

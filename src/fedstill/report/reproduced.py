@@ -59,6 +59,9 @@ def paper_tables(
         asked = any(m.startswith("query_") for m in recipe.measures)
         if said := untaught({row: _runs(row, column, runs) for row in rows if asked}):
             yield Text(said)
+        for row in rows:
+            for text in [s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")]:
+                yield Text(f"warning: {row}: {text}")
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)

@@ -60,11 +60,11 @@ def console(sentences: bool = False) -> Console:
 
     sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken to be read.
     """
-    here = Console(highlight=False)
+    here = Console(highlight=False, markup=False)
     if here.is_terminal:
         return here
     width = None if "COLUMNS" in os.environ else SENTENCES if sentences else UNBROKEN
-    return Console(highlight=False, file=cast("IO[str]", _Trimmed()), width=width)
+    return Console(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def percent(value: float | None) -> str:

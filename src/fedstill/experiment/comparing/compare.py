@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -17,8 +18,10 @@ from fedstill.engines.cores import WORKERS, cores
 from fedstill.errors import FedstillError, RunExists
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked
 from fedstill.experiment.comparing.variants import Variant, with_starts
+from fedstill.experiment.config.earlier import unsaid
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory.begun import settings_of
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
@@ -137,7 +140,7 @@ def _answer(error: BaseException) -> Answer:
         return 1, "stopped; the same command continues it", ""
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FedstillError):
-        return error.exit_code, str(error), trace
+        return error.exit_code, error.in_shell, trace
     return 1, f"{type(error).__name__}: {error}", trace
 
 
@@ -156,13 +159,13 @@ def check_folder(variant: Variant) -> None:
 
 def other_settings(variant: Variant) -> list[str]:
     """The dotted keys of which the run in a variant's folder has other values; none where there is no run."""
-    from fedstill.experiment.running.runner import settings_of
-
-    if not (variant.folder / "config.toml").is_file():
+    config = variant.folder / "config.toml"
+    if not config.is_file():
         return []
     wanted = _flat(_defining(variant.settings, variant.settings))
     there = _flat(_defining(settings_of(variant.folder), variant.settings))
-    return sorted(k for k in {*wanted, *there} if wanted.get(k) != there.get(k))
+    other = {k for k in {*wanted, *there} if wanted.get(k) != there.get(k)}
+    return sorted(other - unsaid(tomllib.loads(config.read_text())))
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
