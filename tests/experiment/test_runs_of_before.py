@@ -18,7 +18,7 @@ import pytest
 import toys
 from fedstill.engines import serial
 from fedstill.errors import ClientFailed
-from fedstill.experiment.comparing.compare import other_settings
+from fedstill.experiment.comparing.standing import other_settings
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import from_tree

@@ -20,6 +20,7 @@ def main() -> None:
         sys.exit(call(sys.argv[1:]))
     except KeyboardInterrupt:
         say("ended at once; finished work is kept", 1)
+        sys.stdout.flush()
         os._exit(1)
 
 

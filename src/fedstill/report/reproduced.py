@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.experiment.comparing.compare import other_settings
 from fedstill.experiment.comparing.recipes import Published, Recipe
+from fedstill.experiment.comparing.standing import other_settings
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import Run, read_run

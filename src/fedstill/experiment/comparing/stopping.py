@@ -5,11 +5,26 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from threading import Lock, Thread
 from types import FrameType
 from typing import Any, ClassVar
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that start here take no notice of Ctrl-C: what comes of it, who started them decides."""
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 class Asked:
@@ -19,7 +34,7 @@ class Asked:
         self.event, self.stop = event, False
 
     def __enter__(self) -> Asked:
-        self._old = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {number: signal.signal(number, self._ask) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -60,6 +75,9 @@ class StopsWhenAsked:
         self.asked += 1
         if self.asked > 1:
             os._exit(1)
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Nothing."""

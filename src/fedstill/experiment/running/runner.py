@@ -53,12 +53,14 @@ def run(
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool = False,
+    overwrite: bool = False,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
     Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
-    fails ends the run with ClientFailed, its own exception chained, whatever ``clients.failures`` says.
+    fails ends the run with ClientFailed, its own exception chained, whatever ``clients.failures`` says. ``overwrite``:
+    what fedstill wrote in ``out`` before is deleted, when everything else has been checked.
     Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
@@ -70,7 +72,7 @@ def run(
     if settings.engine == "flower":
         require_flower()  # before there is a directory
     prepared = prepare(settings, data)
-    folder = new_directory(settings, Path(out) if out else None)
+    folder = new_directory(settings, Path(out) if out else None, overwrite)
     if where == "ray":
         return simulate(settings, data, folder, lambda ray: run(experiment, folder, data, watch, ray, debug))
     if where:
@@ -177,6 +179,7 @@ class _Driver:
 
     def _rounds(self, state: State) -> Result:
         last = self.settings.rounds
+        self.watch.started(self.folder, max(1, state.round))
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
