@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -39,10 +40,16 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_processes_that_start_deaf_take_no_notice_of_ctrl_c() -> None:
+def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_lost() -> None:
     code = "import signal, time; print('up', flush=True); time.sleep(60)"
+    heard: list[int] = []
+    old = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     with deaf():
         deaf_one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGINT]
+    signal.signal(signal.SIGINT, old)
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     for process in (deaf_one, other):
         assert process.stdout is not None
@@ -53,7 +60,6 @@ def test_processes_that_start_deaf_take_no_notice_of_ctrl_c() -> None:
     assert deaf_one.poll() is None
     deaf_one.kill()
     deaf_one.communicate()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "here it is heard as before"
 
 
 @pytest.mark.slow
@@ -83,6 +89,22 @@ def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(CONFIG)
+    words = ["compare", "long.toml", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "1"]
+    command = [sys.executable, "-m", "fedstill", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
+    _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
+    os.kill(json.loads((journal.parent / "holder.json").read_text())["process"], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    killed, stopped = said.splitlines()
+    assert killed.startswith("fedstill: fedavg, seed 1: its process, or one beside it, was killed, as the system does")
+    assert stopped == "fedstill: stopped; the same command goes on with 2 of 3 runs"
 
 
 def _members(group: int) -> int:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.errors import CorruptFile, FedstillError
 from fedstill.experiment.comparing.standing import make_way
-from fedstill.experiment.comparing.stopping import SIGNALS, Asked, StopsWhenAsked, deaf
+from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
 
@@ -71,9 +71,9 @@ def compare(
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
     A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
-    fails does not stop the others. The first Ctrl-C lets running stages end and starts nothing new; the second ends at
-    once. ``debug``: as for ``run``. Raises RunExists for a folder that holds another run; with ``overwrite`` that one
-    is deleted, and one that is damaged begun anew.
+    fails does not stop the others; one whose process is killed does. The first Ctrl-C lets running stages end and
+    starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises RunExists for a folder that holds
+    another run; with ``overwrite`` that one is deleted, and one that is damaged begun anew.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     for outcome in outcomes:
@@ -81,20 +81,22 @@ def compare(
     waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
     with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
-        running = dict[Future[Answer], Outcome]()
+        running, broken = dict[Future[Answer], Outcome](), False
         while waiting or running:
-            while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
+            ends = asked.stop or broken
+            while len(running) < jobs and not ends and (ready := _next(waiting, outcomes)):
                 waiting.remove(ready)
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
                 experiment, folder = ready.variant.experiment, ready.variant.folder
                 running[pool.submit(_do, experiment, folder, workers, debug, overwrite)] = ready
-            if asked.stop and not running:
+            if ends and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                _finish(running.pop(future), future)
+                broken |= isinstance(future.exception(), BrokenProcessPool)
+                _finish(running.pop(future), future, asked.stop)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
@@ -105,6 +107,7 @@ def compare(
 def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
     """Processes that carry runs out; they end with the block, and are not waited for if it is left at once."""
     context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
+    resource_tracker.ensure_running()  # it would unblock signals
     with deaf():
         forkserver.ensure_running()
     pool = ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
@@ -124,6 +127,12 @@ Answer = tuple[int, str, str]
 
 DONE: Answer = (0, "", "")
 STOPPED: Answer = (1, "stopped", "")
+KILLED: Answer = (
+    1,
+    "its process, or one beside it, was killed, as the system does where memory is short; the same command goes on, "
+    "perhaps with fewer --jobs",
+    "",
+)
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -139,20 +148,17 @@ def _do(experiment: Experiment, folder: Path, workers: str, debug: bool, overwri
     if (folder / "summary.json").is_file():
         return DONE
     os.environ[WORKERS] = workers
-    watch = StopsWhenAsked()
-    for number in SIGNALS:
-        signal.signal(number, watch.ask)
-    if watch.stop():
-        return STOPPED
     try:
-        with watch.working:
-            try:
-                if (folder / "config.toml").is_file():
+        with StopsWhenAsked().hearing() as watch:
+            if watch.stop():
+                return STOPPED
+            if (folder / "config.toml").is_file():
+                try:
                     runner.resume(folder, watch=watch, debug=debug)
                     return DONE
-            except CorruptFile:
-                if not overwrite:
-                    raise
+                except CorruptFile:
+                    if not overwrite:
+                        raise
             runner.run(experiment, folder, watch=watch, debug=debug, overwrite=overwrite)
     except Exception as error:
         return _answer(error)
@@ -170,10 +176,13 @@ def _answer(error: BaseException) -> Answer:
     return 1, f"{type(error).__name__}: {error}", trace
 
 
-def _finish(outcome: Outcome, future: Future[Answer]) -> None:
-    """Note how a run ended."""
+def _finish(outcome: Outcome, future: Future[Answer], asked: bool) -> None:
+    """Note how a run ended; ``asked``: whether all were asked to."""
     error = future.exception()
-    answer = _answer(error) if error else future.result()
+    if isinstance(error, BrokenProcessPool):
+        answer = STOPPED if asked else KILLED
+    else:
+        answer = _answer(error) if error else future.result()
     if answer == STOPPED:
         outcome.state = "stopped"
         return

@@ -18,13 +18,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that start here take no notice of Ctrl-C: what comes of it, who started them decides."""
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
+    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class Asked:
@@ -61,7 +60,15 @@ class StopsWhenAsked:
     def listen(cls, event: Event) -> None:
         """Stop when this is set, too; end when the process that gives work has ended."""
         cls.event = event
+        cls.idle()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         Thread(target=cls._end_with_parent, daemon=True).start()
+
+    @staticmethod
+    def idle() -> None:
+        """Between runs Ctrl-C is not for this process, and SIGTERM ends it at once."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @classmethod
     def _end_with_parent(cls) -> None:
@@ -69,6 +76,17 @@ class StopsWhenAsked:
             parent.join()
         with cls.working:
             os._exit(1)
+
+    @contextmanager
+    def hearing(self) -> Iterator[StopsWhenAsked]:
+        """While a run is carried out, signals are for it."""
+        for number in SIGNALS:
+            signal.signal(number, self.ask)
+        try:
+            with self.working:
+                yield self
+        finally:
+            self.idle()
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Take a signal; the second ends the process."""
