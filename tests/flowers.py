@@ -26,8 +26,9 @@ Trouble = Callable[["TroubledGrid", int, int, int, bytes], bytes | None]
 
 
 def over_flower(experiment: Experiment, **flower: Any) -> Experiment:
-    """The experiment on the Flower engine, with little patience."""
-    return replace(experiment, engine="flower", flower={"deadline": 30, "poll": 1, **flower})
+    """The experiment on the Flower engine, with little patience; clients may fail, as machines do."""
+    clients = {**toys.TOLERANT, **experiment.clients}
+    return replace(experiment, engine="flower", clients=clients, flower={"deadline": 30, "poll": 1, **flower})
 
 
 class TroubledGrid(LoopbackGrid):

@@ -76,9 +76,8 @@ def test_a_bad_reply_is_named_and_changes_nothing_else(how: str, tmp_path: Path)
     """State and memory are those of the same run in which that client was not asked at all."""
     who = 1
     topology = {"clients": 6, "sampled": 6}
-    bad = run(
-        toys.toy({"name": "toy_failing", "who": who, "how": how}, topology=topology), tmp_path / "bad", toys.blobs()
-    )
+    failing = toys.toy({"name": "toy_failing", "who": who, "how": how}, topology=topology, clients=toys.TOLERANT)
+    bad = run(failing, tmp_path / "bad", toys.blobs())
     good_config = toys.toy({"name": "toy_failing", "who": who, "how": "absent"}, topology=topology)
     good = run(good_config, tmp_path / "good", data=toys.blobs())
     assert all(torch.equal(bad.model[k], good.model[k]) for k in bad.model)
@@ -97,7 +96,8 @@ def test_a_bad_reply_is_named_and_changes_nothing_else(how: str, tmp_path: Path)
 
 def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path) -> None:
     method = {"name": "toy_failing", "who": 1, "how": "raise"}
-    experiment = toys.toy(method, topology={"clients": 6, "sampled": 6}, clients={"quorum": 1.0})
+    clients = {"quorum": 1.0, **toys.TOLERANT}
+    experiment = toys.toy(method, topology={"clients": 6, "sampled": 6}, clients=clients)
     with pytest.raises(TooFewReplies, match=r"round 2.*client 1 failed.*the disk of this site is gone"):
         run(experiment, tmp_path / "run", data=toys.blobs())
     short = run(toys.toy(method, topology={"clients": 6, "sampled": 6}, rounds=1), tmp_path / "one", data=toys.blobs())
@@ -108,7 +108,9 @@ def test_below_the_quorum_the_run_stops_with_the_last_good_state(tmp_path: Path)
 
 def test_a_failed_link_of_a_chain_is_skipped(tmp_path: Path) -> None:
     experiment = toys.toy(
-        {"name": "toy_failing", "who": 1, "how": "raise"}, topology={"kind": "sequential", "clients": 6, "sampled": 6}
+        {"name": "toy_failing", "who": 1, "how": "raise"},
+        topology={"kind": "sequential", "clients": 6, "sampled": 6},
+        clients=toys.TOLERANT,
     )
     result = run(experiment, tmp_path / "run", data=toys.blobs())
     assert [e["refused"] for e in result.history] == [0, 1, 1]

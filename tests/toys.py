@@ -106,6 +106,10 @@ def asking_again(**changes: object) -> Experiment:
     return toy("qkt", **{**values, **changes})
 
 
+TOLERANT = {"failures": "tolerate"}
+"""The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines does."""
+
+
 def suited(name: str) -> dict[str, object]:
     """What a toy experiment with a method needs: one round among peers, public data, queries."""
     built = lookup("method", name).build()

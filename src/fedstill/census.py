@@ -10,7 +10,7 @@ from torch import Tensor
 from fedstill.method import Engine
 from fedstill.records import Payload, Reply, Stage, State, World
 from fedstill.verdicts import demand_quorum
-from fedstill.watch import Watch, told
+from fedstill.watch import Watch, replies_of, told
 from fedstill.wire.screen import Rules, screen
 from fedstill.work import Census
 
@@ -25,7 +25,8 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
     stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came = [_counted(reply, rules) for reply in engine.run(work, stage, downs, world.seed)]
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came = [_counted(reply, rules) for reply in came]
     replies, refused = screen(lambda _: expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
         demand_quorum(stage, replies, refused, rules)

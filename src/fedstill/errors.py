@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+TRACEBACK = "; see the traceback with --debug"
+"""What an error says to who typed a command that showed no traceback."""
 
 
 class FedstillError(Exception):
-    """The base of all errors that fedstill raises on purpose; its text is one line a user can act on."""
+    """The base of all errors that fedstill raises on purpose; its text is one line a user can act on.
+
+    ``in_shell``: the same for who typed a command, where the text names an argument of a Python function.
+    """
 
     exit_code = 1
+
+    def __init__(self, text: str = "", in_shell: str = "") -> None:
+        super().__init__(text)
+        self.in_shell = in_shell or text
 
 
 class ConfigError(FedstillError):
@@ -64,7 +74,18 @@ class DeployFailed(FedstillError):
 
 
 class ClientFailed(FedstillError):
-    """A client that raised while it worked, in a run that is debugged; the cause is chained."""
+    """Clients that failed in a run that stops at that (``clients.failures``); what one raised here is chained.
+
+    ``where``: round and stage, in words. ``clients``: one, or those of a stack, which fail together; -1 is the server.
+    """
+
+    def __init__(self, where: str, clients: Sequence[int], why: str) -> None:
+        ids = ", ".join(map(str, clients))
+        who = f"clients {ids} in a stack" if len(clients) > 1 else "the server" if ids == "-1" else f"client {ids}"
+        text = f"{where}: {who} failed: {why}"
+        todo = "" if ids == "-1" else 'to leave out clients that fail, set clients.failures = "tolerate"'
+        super().__init__("; ".join(filter(None, [text, todo])), "; ".join(filter(None, [text + TRACEBACK, todo])))
+        self.clients, self.why = tuple(clients), why
 
 
 class MethodFailed(FedstillError):

@@ -15,8 +15,8 @@ from fedstill.models.contract import predictor
 from fedstill.origin import returned
 from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
-from fedstill.verdicts import demand_quorum, guard_norm, part, place, written
-from fedstill.watch import Watch, told
+from fedstill.verdicts import demand_quorum, guard_norm, part, written
+from fedstill.watch import Watch, place, replies_of, told
 from fedstill.wire.screen import Rules, screen
 from fedstill.work import ClientWork
 
@@ -166,9 +166,9 @@ def run_round(
 ) -> State:
     """One round, from the stage that the state names: the same for every method, topology and engine.
 
-    Raises TooFewReplies below the quorum (a link of a chain is skipped instead, unless the whole chain failed),
-    Diverged if parameters blow up, and MethodFailed for a mistake in the method. Then ``watch`` has been told of the
-    stage's refusals, and the state of the last good stage is the one that it was given last.
+    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of a chain is skipped
+    instead, unless the whole chain failed), Diverged if parameters blow up, MethodFailed for a mistake in the method.
+    Then ``watch`` has been told of the stage's refusals, and the last good state is the one that it was given last.
     Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
     """
     if state.stage == 0:
@@ -196,7 +196,7 @@ def _run_stage(
         downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came = engine.run(work, stage, downs, world.seed)
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
     with part(method, "expects", where):
         labels = state.extra.get("labels") if "label_counts" in needs else None
         expected = with_asks(method.expects, stage, world)

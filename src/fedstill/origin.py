@@ -14,9 +14,6 @@ from fedstill.errors import MAX_REASON, BadReturn, FedstillError, cut_reason
 
 T = TypeVar("T")
 
-TRACEBACK = "; see the traceback with --debug"
-"""What an error says whose traceback is not shown."""
-
 _LIBRARY = Path(__file__).parent
 _METHODS = _LIBRARY / "methods"
 _HERE = (lambda: None).__code__

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from fedstill import trees
-from fedstill.errors import BadPayload, BadReturn, Diverged, FedstillError, MethodFailed, TooFewReplies
-from fedstill.origin import TRACEBACK, definition, is_users, reason
+from fedstill.errors import TRACEBACK, BadPayload, BadReturn, Diverged, FedstillError, MethodFailed, TooFewReplies
+from fedstill.origin import definition, is_users, reason
 from fedstill.records import SERVER, Reply, Stage, State, World
+from fedstill.watch import place
 from fedstill.wire.screen import Refusal, Rules
 
 P = ParamSpec("P")
@@ -33,7 +34,8 @@ def part(method: object, name: str, where: str) -> Iterator[None]:
         if meant and not (isinstance(error, BadPayload) and is_users(error)):
             raise
         hint = "" if isinstance(error, BadReturn) else TRACEBACK  # there, no line of the method raised
-        raise MethodFailed(f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}{hint}") from error
+        text = f"{where}: {type(method).__name__}.{name} failed: {reason(error, method)}"
+        raise MethodFailed(text, text + hint) from error
 
 
 def within(method: object, name: str, where: str, function: Callable[P, T]) -> Callable[P, T]:
@@ -46,11 +48,6 @@ def within(method: object, name: str, where: str, function: Callable[P, T]) -> C
     return call
 
 
-def place(stage: Stage) -> str:
-    """Where in a run a stage is, in words."""
-    return f"round {stage.round}, stage {stage.name!r}"
-
-
 def demand_quorum(
     stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], rules: Rules, written: str = ""
 ) -> None:
@@ -61,14 +58,14 @@ def demand_quorum(
     first = f"client {refused[0].client} {refused[0].reason}" if refused else "no client answered"
     if refused and all(r.diverged for r in refused):
         raise Diverged(f"{place(stage)}: {first}; lower plan.lr, or clip gradients with plan.clip_norm")
-    if refused and refused[0].kind == "failed":
-        first += TRACEBACK
     if refused and refused[0].kind == "unlike":
         first += written
-    raise TooFewReplies(
+    text = (
         f"{place(stage)}: {len(replies)} of {len(stage.clients)} clients replied well, {least} are needed "
         f"(clients.quorum = {rules.quorum:g}); the first refused: {first}"
     )
+    failed = bool(refused) and refused[0].kind == "failed"
+    raise TooFewReplies(text + "; see the traceback with debug=True" * failed, text + TRACEBACK * failed)
 
 
 def written(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:

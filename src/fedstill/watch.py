@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from fedstill.errors import ClientFailed
 from fedstill.records import Payload, Reply, Stage, State
-from fedstill.wire.screen import Refusal
+from fedstill.wire.screen import Refusal, Rules
 
 
 class Watch(Protocol):
@@ -49,3 +50,26 @@ def told(
     except Exception:
         watch.failed(stage, replies, refused, downs)
         raise
+
+
+def place(stage: Stage) -> str:
+    """Where in a run a stage is, in words."""
+    return f"round {stage.round}, stage {stage.name!r}"
+
+
+def replies_of(
+    run: Callable[[], list[Reply]], stage: Stage, downs: Mapping[int, Payload], rules: Rules, watch: Watch
+) -> list[Reply]:
+    """What an engine's ``run`` gives; raises ClientFailed for a client that failed, unless the rules tolerate that.
+
+    An engine may raise it itself, at the first one. The watch is told before.
+    """
+    try:
+        came = run()
+        for reply in came if rules.failures == "stop" else ():
+            if reply.failure:
+                raise ClientFailed(place(stage), [reply.client], reply.failure)
+    except ClientFailed as error:
+        watch.failed(stage, (), [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients], downs)
+        raise
+    return came

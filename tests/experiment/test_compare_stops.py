@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from fedstill.experiment.comparing.stopping import deaf
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
 
@@ -35,6 +38,82 @@ def test_the_runs_of_a_comparison_end_with_it(how: signal.Signals, tmp_path: Pat
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_processes_that_start_deaf_take_no_notice_of_ctrl_c_and_no_ctrl_c_is_lost() -> None:
+    code = "import signal, time; print('up', flush=True); time.sleep(60)"
+    heard: list[int] = []
+    old = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    with deaf():
+        deaf_one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+    assert heard == [signal.SIGINT]
+    signal.signal(signal.SIGINT, old)
+    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    for process in (deaf_one, other):
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGINT)
+    other.communicate(timeout=30)
+    assert other.returncode != 0
+    assert deaf_one.poll() is None
+    deaf_one.kill()
+    deaf_one.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["at once", "as the first process starts", "as workers start", "as runs begin"])
+def test_ctrl_c_while_a_comparison_starts_is_one_line(when: str, tmp_path: Path) -> None:
+    """The signal goes to all of its processes, as from a terminal."""
+    (tmp_path / "long.toml").write_text(CONFIG)
+    words = ["compare", "long.toml", "--methods", "fedavg", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "2"]
+    command = [sys.executable, "-m", "fedstill", *words]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    moments: dict[str, Callable[[], bool]] = {
+        "at once": lambda: (tmp_path / "all").is_dir(),
+        "as the first process starts": lambda: _members(process.pid) > 2,  # beside this one, one that counts resources
+        "as workers start": lambda: _members(process.pid) > 3,
+        "as runs begin": lambda: (tmp_path / "all/fedavg/seed1").is_dir(),
+    }
+    try:
+        _wait(moments[when], every=0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert said.count("\n") == 1, said
+        assert said.startswith(("fedstill: stopped; the same command goes on with 3 of 3", "fedstill: ended at once;"))
+        _wait(lambda: not _alive(process.pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_is_killed_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "long.toml").write_text(CONFIG)
+    words = ["compare", "long.toml", "--seeds", "1,2,3", "--out", "all", "-q", "--jobs", "1"]
+    command = [sys.executable, "-m", "fedstill", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = tmp_path / "all/fedavg/seed1/journal.jsonl"
+    _wait(lambda: journal.is_file() and b'"event":"round"' in journal.read_bytes())
+    os.kill(json.loads((journal.parent / "holder.json").read_text())["process"], signal.SIGKILL)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    killed, stopped = said.splitlines()
+    assert killed.startswith("fedstill: fedavg, seed 1: its process, or one beside it, was killed, as the system does")
+    assert stopped == "fedstill: stopped; the same command goes on with 2 of 3 runs"
+
+
+def _members(group: int) -> int:
+    """How many processes a group has."""
+    count = 0
+    for place in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            count += place.name.isdecimal() and os.getpgid(int(place.name)) == group
+    return count
 
 
 @pytest.mark.slow
@@ -83,8 +162,8 @@ def _grows(files: list[Path], seconds: float = 2) -> bool:
     return before != [f.stat().st_size for f in files]
 
 
-def _wait(done: Callable[[], bool], seconds: float = 90) -> None:
+def _wait(done: Callable[[], bool], seconds: float = 90, every: float = 0.1) -> None:
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end, "it took too long"
-        time.sleep(0.1)
+        time.sleep(every)

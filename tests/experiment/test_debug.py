@@ -1,57 +1,119 @@
-"""Debugging a method: the traceback of the first client that fails; and what a run that failed leaves behind."""
+"""Clients that fail: a simulation stops at the first, by default; and what a run that failed leaves behind."""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import toys
 from fedstill.cli import call
 from fedstill.errors import ClientFailed, ConfigError, CorruptFile, Diverged, TooFewReplies
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import resume, run
+from fedstill.work import Census
 from flowers import needs_flower
 from newcomer import SHAPES, at_the_server, mine, refusals
 from run_bits import assert_same_bits, bits
 
+TO_LEAVE_OUT = 'to leave out clients that fail, set clients.failures = "tolerate"'
 
+
+@pytest.mark.parametrize("tolerant", [False, True])
 @pytest.mark.parametrize(
-    ("engine", "who"),
-    [("serial", "client 0"), ("pooled", r"client \d"), ("vectorised", "clients 0, 1, 2, 3 in a stack")],
+    ("engine", "who", "failed"),
+    [
+        ("serial", "client 0", [0]),
+        ("pooled", "client 0", [0]),
+        ("vectorised", "clients 0, 1, 2, 3 in a stack", [0, 1, 2, 3]),
+    ],
 )
-def test_debugging_ends_with_the_clients_own_exception_chained(engine: str, who: str, tmp_path: Path) -> None:
-    experiment, line = mine(tmp_path, SHAPES, engine=engine, partition={"kind": "iid"})
+def test_a_simulation_ends_with_the_clients_own_exception_chained(
+    engine: str, who: str, failed: list[int], tolerant: bool, tmp_path: Path
+) -> None:
+    """By default, and if it is debugged whatever is tolerated; nobody has to look into the journal."""
+    clients = toys.TOLERANT if tolerant else {}
+    experiment, line = mine(tmp_path, SHAPES, engine=engine, partition={"kind": "iid"}, clients=clients)
     with pytest.raises(ClientFailed, match=rf"^round 1, stage 'train': {who} failed: RuntimeError: .*") as caught:
-        run(experiment, tmp_path / "run", toys.blobs(), debug=True)
-    assert str(caught.value).endswith(f"(mine.py, line {line}, in terms)")
+        run(experiment, tmp_path / "run", toys.blobs(), debug=tolerant)
+    assert str(caught.value).endswith(f"(mine.py, line {line}, in terms); {TO_LEAVE_OUT}")
+    assert caught.value.in_shell.endswith(f"in terms); see the traceback with --debug; {TO_LEAVE_OUT}")
     error = caught.value.__cause__
     assert isinstance(error, RuntimeError)
     places = [(entry.path.name, entry.lineno + 1) for entry in pytest.ExceptionInfo.from_exception(error).traceback]
     assert ("mine.py", line) in places
-    assert refusals(tmp_path / "run") == []
+    assert [e["client"] for e in refusals(tmp_path / "run")] == failed
     with pytest.raises(ClientFailed):
-        resume(tmp_path / "run", toys.blobs(), debug=True)
+        resume(tmp_path / "run", toys.blobs(), debug=tolerant)
 
 
-def test_a_test_of_ones_own_on_the_serial_engine_shows_the_exception_unless_it_says_otherwise(tmp_path: Path) -> None:
-    experiment, _ = mine(tmp_path, SHAPES, engine="serial")
-    with pytest.raises(ClientFailed):
-        run(experiment, tmp_path / "serial", toys.blobs())
-    with pytest.raises(TooFewReplies):
-        run(experiment, tmp_path / "told", toys.blobs(), debug=False)
-    with pytest.raises(TooFewReplies):
-        run(replace(experiment, engine="pooled"), tmp_path / "pooled", toys.blobs())
+@pytest.mark.parametrize("engine", ["serial", "pooled"])
+def test_who_asks_for_tolerance_goes_on_to_the_quorum(engine: str, tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path, SHAPES, engine=engine, clients=toys.TOLERANT)
+    with pytest.raises(TooFewReplies, match="0 of 4 clients replied well") as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    assert str(caught.value).endswith("; see the traceback with debug=True")
+    assert caught.value.in_shell.endswith("; see the traceback with --debug")
+    assert len(refusals(tmp_path / "run")) == 4
+
+
+@pytest.mark.parametrize(
+    ("flower", "said", "comes_to"),
+    [
+        ({}, {}, "stop"),
+        ({}, {"failures": "tolerate"}, "tolerate"),
+        ({"federation": "fed"}, {}, "tolerate"),
+        ({"federation": "fed"}, {"failures": "stop"}, "stop"),
+    ],
+)
+def test_a_simulation_stops_and_a_federation_tolerates_unless_the_config_says_otherwise(
+    flower: dict[str, str], said: dict[str, str], comes_to: str, tmp_path: Path
+) -> None:
+    settings = settle(toys.toy(engine="flower", flower=flower, clients=said, base=tmp_path))
+    assert settings.rules.failures == comes_to
+    written = tomllib.loads(settings.toml)["clients"]
+    unwritten = bool(flower) and comes_to == "tolerate"
+    assert written.get("failures") == (None if unwritten else comes_to), "what sites have accepted keeps its bytes"
+    assert settle(from_tree(tomllib.loads(settings.toml), {}, tmp_path)).toml == settings.toml
+
+
+def test_a_failure_in_the_census_stops_the_run_and_is_in_the_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(self: Census, params: Any, carry: Any, ran: Any, view: Any, world: Any) -> Any:
+        if view.client == 2:
+            raise OSError("no labels here")
+        return whole(self, params, carry, ran, view, world)
+
+    whole = Census.end
+    monkeypatch.setattr(Census, "end", end)
+    with pytest.raises(ClientFailed, match="round 0, stage 'census': client 2 failed: OSError: no labels here"):
+        run(toys.toy("toy_logits", data={"public": toys.PUBLIC}), tmp_path / "run", toys.blobs())
+    assert [(e["round"], e["client"]) for e in refusals(tmp_path / "run")] == [(0, 2)]
+
+
+def test_what_is_not_a_number_is_refused_and_stops_no_simulation(tmp_path: Path) -> None:
+    """A refusal is no exception: the others go on, and the end of the run says who was left out."""
+    nan = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6})
+    done = run(nan, tmp_path / "run", toys.blobs())
+    assert [e["refused"] for e in done.history] == [0, 1, 1]
 
 
 @needs_flower
 def test_on_flower_the_reason_that_a_site_gives_has_file_and_line_and_its_traceback_stays_there(tmp_path: Path) -> None:
     experiment, line = mine(tmp_path, SHAPES, engine="flower")
-    with pytest.raises(TooFewReplies, match=rf"\(mine\.py, line {line}, in terms\)"):
+    with pytest.raises(ClientFailed, match=rf"client 0 failed: .*\(mine\.py, line {line}, in terms\)"):
         run(experiment, tmp_path / "run", toys.blobs())
-    assert len(refusals(tmp_path / "run")) == 4
+    assert [e["client"] for e in refusals(tmp_path / "run")] == [0]
+    with pytest.raises(TooFewReplies, match=rf"\(mine\.py, line {line}, in terms\)"):
+        run(replace(experiment, clients=toys.TOLERANT), tmp_path / "tolerant", toys.blobs())
+    assert len(refusals(tmp_path / "tolerant")) == 4
     with pytest.raises(ConfigError, match="debug a run with engine = 'serial'"):
         run(experiment, tmp_path / "again", toys.blobs(), debug=True)
     assert not (tmp_path / "again").exists()
@@ -91,6 +153,7 @@ def test_the_command_says_one_line_and_with_debug_the_traceback(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"(mine.py, line {line}, {text}); see the traceback with --debug" in said
+    assert (TO_LEAVE_OUT in said) == bool(client)
     for command in ([*run_it, str(tmp_path / "two"), "--debug"], ["resume", str(tmp_path / "one"), "-q", "--debug"]):
         assert call(command) == 1
         said = capsys.readouterr().err
@@ -112,7 +175,7 @@ def test_a_comparison_shows_the_traceback_too(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_file_that_was_mended_is_another_run(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, SHAPES)
-    with pytest.raises(TooFewReplies):
+    with pytest.raises(ClientFailed):
         run(experiment, tmp_path / "run", toys.blobs())
     path = tmp_path / "mine.py"
     path.write_text(path.read_text() + "# mended\n")
@@ -141,7 +204,7 @@ def test_a_run_that_failed_has_its_refusals_in_the_journal_and_goes_on_to_the_sa
             raise OSError("the network is gone")
         return Carry(params=down.params)
     """
-    experiment, _ = mine(tmp_path, client, measure=("local",), measure_every=1)
+    experiment, _ = mine(tmp_path, client, measure=("local",), measure_every=1, clients=toys.TOLERANT)
     gate.touch()
     run(experiment, tmp_path / "whole", toys.blobs())
     with pytest.raises(TooFewReplies, match="round 2"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import toys
-from fedstill.errors import IncompatibleMethod, MethodFailed, TooFewReplies
+from fedstill.errors import ClientFailed, IncompatibleMethod, MethodFailed, TooFewReplies
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
@@ -135,13 +136,13 @@ def test_a_mistake_at_a_client_is_said_with_its_file_and_line(mistake: str, engi
     if (mistake, engine) == (NO_LINE, "vectorised"):
         text = "Error: "  # the rest is vmap's, and other versions of torch have other words
     experiment, line = mine(tmp_path, body, engine=engine)
-    with pytest.raises(TooFewReplies) as caught:
-        run(experiment, tmp_path / "run", toys.blobs(), debug=False)
-    said = str(caught.value)
-    assert "0 of 4 clients replied well" in said
-    assert text in said
-    assert f"(mine.py, line {line}, {function})" in said or f"line {line}, {function})" in said
-    assert said.endswith("see the traceback with --debug")
+    with pytest.raises(ClientFailed) as stopped:
+        run(experiment, tmp_path / "stopped", toys.blobs())
+    with pytest.raises(TooFewReplies, match="0 of 4 clients replied well") as caught:
+        run(replace(experiment, clients=toys.TOLERANT), tmp_path / "run", toys.blobs())
+    for said in (str(stopped.value), str(caught.value)):
+        assert text in said
+        assert f"(mine.py, line {line}, {function})" in said or f"line {line}, {function})" in said
     gone = refusals(tmp_path / "run")
     assert [e["client"] for e in gone] == [0, 1, 2, 3], "the journal names them all"
     assert all(text in e["refused"] and f"line {line}" in e["refused"] for e in gone)
@@ -180,7 +181,8 @@ def test_a_mistake_at_the_server_is_one_line_with_its_file_and_line(part: str, t
         run(experiment, tmp_path / "run", toys.blobs())
     said = str(caught.value)
     assert said.startswith(text)
-    assert said.endswith(f"(mine.py, line {line}, in {part}); see the traceback with --debug")
+    assert said.endswith(f"(mine.py, line {line}, in {part})"), "Python shows the traceback"
+    assert caught.value.in_shell == f"{said}; see the traceback with --debug"
     assert caught.value.__cause__ is not None
     assert caught.value.exit_code == 1
 
@@ -228,7 +230,7 @@ def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) ->
             raise OSError("the disk is full")
         return Payload(params=params), NOTHING
     """
-    experiment, _ = mine(tmp_path, client, at_the_server("fold", "return state.nothing"))
+    experiment, _ = mine(tmp_path, client, at_the_server("fold", "return state.nothing"), clients=toys.TOLERANT)
     with pytest.raises(MethodFailed, match=r"Mine\.fold"):
         run(experiment, tmp_path / "run", toys.blobs())
     events = [e for e in journals.read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
@@ -238,5 +240,5 @@ def test_refusals_before_a_mistake_in_fold_are_in_the_journal(tmp_path: Path) ->
 
 def test_a_mistake_in_the_librarys_own_method_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstill.methods.fedntd.nckd", None)
-    with pytest.raises(TooFewReplies, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"):
+    with pytest.raises(ClientFailed, match=r"not callable \(fedstill/methods/fedntd\.py, line \d+, in terms\)"):
         run(toys.toy("fedntd"), tmp_path / "run", toys.blobs())

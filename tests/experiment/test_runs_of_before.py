@@ -11,20 +11,26 @@ import json
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import toys
+from fedstill.engines import serial
+from fedstill.errors import ClientFailed
+from fedstill.experiment.comparing.standing import other_settings
+from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.provenance import software
-from fedstill.experiment.running.runner import resume
+from fedstill.experiment.running.runner import resume, run
+from fedstill.report.groups import groups
 
 BEFORE = Path(__file__).parent / "begun_before"
 CONFIGS = [json.loads(line) for line in (BEFORE / "configs.jsonl").read_text().splitlines()]
-CAME_LATER = ['over_teachers = "sum"']
+CAME_LATER = ['over_teachers = "sum"', 'failures = "tolerate"']
 """Lines that a config has today and those of version 0.1.0 lack."""
 
 
@@ -49,6 +55,42 @@ def test_a_run_begun_before_goes_on_to_its_end(topology: str, tmp_path: Path) ->
     noted = [e for e in after if e["event"] == "resumed"]
     assert all("numpy" not in e["versions"] for e in noted), "what version 0.1.0 did not note is not compared"
     assert [e["versions"]["torch"] for e in noted if "torch" in e["versions"]] == ([now] if was != now else [])
+
+
+def test_a_run_begun_before_goes_on_without_clients_that_fail_as_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config says nothing of that; a run that begins now stops."""
+    folder, train = tmp_path / "run", serial.train
+    shutil.copytree(BEFORE / "parallel", folder)
+
+    def failing(work: Any, carry: Any, plan: Any, stage: Any, view: Any, *rest: Any) -> Any:
+        if view.client == stage.clients[0]:
+            raise OSError("gone")
+        return train(work, carry, plan, stage, view, *rest)
+
+    monkeypatch.setattr(serial, "train", failing)
+    done = resume(folder, toys.blobs())
+    assert done.summary["refused"] == sum(e["refused"] for e in done.history) > 0
+    assert "failures" not in (folder / "config.toml").read_text()
+    again = from_tree(tomllib.loads((folder / "config.toml").read_text()), {}, None)
+    with pytest.raises(ClientFailed, match="OSError: gone"):
+        run(again, tmp_path / "again", toys.blobs())
+
+
+def test_a_comparison_begun_before_goes_on_and_its_runs_stay_one_group(tmp_path: Path) -> None:
+    experiment = toys.toy(rounds=1, topology={"clients": 4}, data={"train_size": 200, "name": "digits"})
+    (begun,) = variants(experiment, tmp_path, ("fedavg",), (1,))
+    (now,) = variants(experiment, tmp_path, ("fedavg",), (2,))
+    for one in (begun, now):
+        run(one.experiment, one.folder)
+    path = begun.folder / "config.toml"
+    path.write_text(path.read_text().replace('failures = "stop"\n', ""))
+    assert other_settings(begun) == other_settings(now) == []
+    (group,) = groups([tmp_path])
+    assert (group.label, group.seeds) == ("fedavg", [1, 2])
+    path.write_text(path.read_text().replace("quorum = 0.5", "quorum = 0.7"))
+    assert other_settings(begun) == ["clients.quorum"]
 
 
 def test_a_run_whose_clients_were_stacked_with_other_seeds_goes_on_alone(tmp_path: Path) -> None:

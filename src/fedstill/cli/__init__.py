@@ -20,6 +20,7 @@ def main() -> None:
         sys.exit(call(sys.argv[1:]))
     except KeyboardInterrupt:
         say("ended at once; finished work is kept", 1)
+        sys.stdout.flush()
         os._exit(1)
 
 
@@ -30,7 +31,7 @@ def call(tokens: list[str]) -> int:
     except CycloptsError as error:
         return say(str(error), 2)
     except FedstillError as error:
-        return say(str(error), error.exit_code)
+        return say(error.in_shell, error.exit_code)
     except BrokenPipeError:
         return 1
     return result if isinstance(result, int) else 0

@@ -18,6 +18,7 @@ app = App(
     help="Federated learning that does not forget: train, measure and compare methods when clients' data differ.",
     version=VERSION,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,
 )
 
 
@@ -35,6 +36,7 @@ Settings = Annotated[
     tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False, show_default=False)
 ]
 Debug = Annotated[bool, Parameter(negative="", show_default=False)]
+Overwrite = Annotated[bool, Parameter(negative="", show_default=False)]
 Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", show_default=False)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Debug, Grid, Jobs, Names, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Debug, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
@@ -24,6 +24,7 @@ def compare_command(
     jobs: Jobs = None,
     set_: Settings = (),
     tensorboard: bool = False,
+    overwrite: Overwrite = False,
     debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
@@ -43,8 +44,9 @@ def compare_command(
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
         tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
         debug: End a run with the first client that fails, and print the traceback of whatever fails.
-        quiet: No progress bar.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
     from fedstill.experiment.config.experiment import load
@@ -53,18 +55,27 @@ def compare_command(
     experiment = load(config, set_)
     folder = out or new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
-    return carry_out(runs, folder, jobs, quiet=quiet, tensorboard=tensorboard, debug=debug)
+    how = {"quiet": quiet, "tensorboard": tensorboard, "debug": debug, "overwrite": overwrite}
+    return carry_out(runs, folder, jobs, **how)
 
 
 @app.command
-def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None, quiet: Quiet = False) -> int:
+def demo(
+    *,
+    seeds: Seeds = (1, 2, 3),
+    out: Path | None = None,
+    jobs: Jobs = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> int:
     """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
 
     Args:
         seeds: Seeds of the runs.
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        quiet: No progress bar.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources
 
@@ -75,7 +86,7 @@ def demo(*, seeds: Seeds = (1, 2, 3), out: Path | None = None, jobs: Jobs = None
         experiment = load(path)
     folder = out or new_folder("demo")
     runs = variants(experiment, folder, ("fedavg", "fedprox", "fedntd"), seeds)
-    return carry_out(runs, folder, jobs, quiet=quiet)
+    return carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite)
 
 
 @app.command
@@ -149,24 +160,23 @@ def carry_out(
     quiet: bool,
     tensorboard: bool = False,
     debug: bool = False,
+    overwrite: bool = False,
     show: bool = True,
 ) -> int:
-    """Do the runs with a progress bar, then print their table (unless not to ``show``) and write the report.
+    """Do the runs and show how far they are, then print their table (unless not to ``show``) and write the report.
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
     from fedstill.experiment.comparing import compare as compared
-    from fedstill.experiment.comparing.variants import with_starts
     from fedstill.experiment.run_directory.claim import claimed
     from fedstill.experiment.run_directory.evidence import pack_of, restored
-    from fedstill.report import terminal
+    from fedstill.report.following_several import followed_runs
 
-    rounds = sum(v.settings.rounds for v in with_starts(runs))
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
-        with terminal.CompareBar(rounds, quiet=quiet) as bar:
-            outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), bar.show, debug)
+        with followed_runs(quiet) as shown:
+            outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), shown.show, debug, overwrite)
         asked = {v.folder for v in runs}
         begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
         if begun:
@@ -177,8 +187,9 @@ def carry_out(
             print(o.trace, file=sys.stderr)
         if o.problem:
             worst = max(worst, say(f"{o.variant.label}, seed {o.variant.seed}: {o.problem}", o.exit_code))
-        elif o.state == "waiting":
-            worst = max(worst, 1)
+    left = sum(o.state in ("waiting", "stopped") for o in outcomes)
+    if left:
+        worst = max(worst, say(f"stopped; the same command goes on with {left} of {len(outcomes)} runs", 1))
     return worst
 
 
@@ -187,6 +198,7 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
+    from fedstill.report.refused import refused
     from fedstill.report.table_files import write_tables
     from fedstill.report.untaught import untaught
 
@@ -197,6 +209,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
             screen.print(leaks)
         if said := untaught({g.label: g.started for g in compared}):
             screen.print(said)
+        for line in refused({g.label: g.started for g in compared}):
+            screen.print(f"warning: {line}", soft_wrap=True)
     screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
     write_tables(compared, folder / "tables")
     if tensorboard:

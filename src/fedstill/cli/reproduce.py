@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Jobs, Names, Quiet, Settings, app
+from fedstill.cli.app import Jobs, Names, Overwrite, Quiet, Settings, app
 from fedstill.cli.comparisons import carry_out
 
 SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
@@ -26,6 +26,7 @@ def reproduce(
     set_: Settings = (),
     table: bool = False,
     against: str = "",
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:
     """Run a paper's table or figure, going on where it stopped, and print ours beside the paper's; no name: list them.
@@ -43,7 +44,8 @@ def reproduce(
         set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
         table: Run nothing; print the table of what is there.
         against: Also print how far each row is from this one, paired by seed, with a 95 % interval.
-        quiet: No progress bar.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing import recipes
     from fedstill.experiment.config.overrides import parse_overrides
@@ -63,7 +65,7 @@ def reproduce(
     folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
     runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
-    code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, show=False)
+    code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
     for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)
     for line in reproduced.apart_from(paper_table, chosen, runs, against) if against else ():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedstill.cli.app import Debug, Quiet, Settings, app, say, tracebacks
+from fedstill.cli.app import Debug, Overwrite, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
@@ -32,6 +32,7 @@ def run_command(
     set_: Settings = (),
     engine: Literal["serial", "pooled", "flower"] | None = None,
     federation: Path | None = None,
+    overwrite: Overwrite = False,
     debug: Debug = False,
     quiet: Quiet = False,
 ) -> int:
@@ -39,26 +40,27 @@ def run_command(
 
     Args:
         config: The experiment, a TOML file.
-        out: The run's directory, new or empty. Unset, one is made under runs/.
+        out: The run's directory, new or empty, or to overwrite. Unset, one is made under runs/.
         set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
         engine: How stages are carried out, over the file's.
         federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+        overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
         debug: End with the traceback of the first client that fails, and of whatever else fails.
-        quiet: No progress bar.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
-    from fedstill.report.terminal import Bar
+    from fedstill.report.following import followed
 
     experiment = load(config, set_)
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.name, quiet) as watch:
         try:
-            result = runner.run(experiment, out, watch=bar, debug=debug)
+            result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result, again=settings.query.again is not None)
@@ -71,16 +73,17 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
     Args:
         directory: The run's directory.
         debug: End with the traceback of the first client that fails, and of whatever else fails.
-        quiet: No progress bar.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.progress import Interrupted
+    from fedstill.experiment.run_directory.begun import settings_of
     from fedstill.experiment.running import runner
-    from fedstill.report.terminal import Bar
+    from fedstill.report.following import followed
 
-    settings = runner.settings_of(directory)
-    with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
+    settings = settings_of(directory)
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.name, quiet) as watch:
         try:
-            result = runner.resume(directory, watch=bar, debug=debug)
+            result = runner.resume(directory, watch=watch, debug=debug)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result, again=settings.query.again is not None)
@@ -228,4 +231,6 @@ def _show(result: Result, again: bool) -> int:
     ]
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    if s.get("refusals"):
+        screen.print(f"warning: {s['refusals']}", soft_wrap=True)
     return 0

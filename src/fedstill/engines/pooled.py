@@ -48,11 +48,13 @@ class PooledEngine(SerialEngine):
             return self._reply(work, stage, client, downs[client], seed)
 
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
-        replies = dict(zip(longest_first, self._side_by_side(reply, longest_first), strict=True))
-        return [replies[client] for client in clients]
+        return self._side_by_side(reply, clients, longest_first)
 
-    def _side_by_side(self, act: Callable[[A], T], on: Sequence[A]) -> list[T]:
-        """``act`` on each, as many at once as there are workers; the first exception ends what has not begun."""
+    def _side_by_side(self, act: Callable[[A], T], on: Sequence[A], begun: Sequence[A]) -> list[T]:
+        """``act`` on each, as many at once as there are workers, in the order in which they are ``begun``.
+
+        An exception ends what has not begun; of several the first on the list counts, as if one followed the other.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self.workers, "client")
 
@@ -60,11 +62,11 @@ class PooledEngine(SerialEngine):
             torch.set_num_threads(self.threads[0])  # a thread's own setting
             return act(what)
 
-        running = [self._pool.submit(one, what) for what in on]
+        running = {what: self._pool.submit(one, what) for what in begun}
         try:
-            return [future.result() for future in running]
+            return [running[what].result() for what in on]
         finally:
-            for future in running:
+            for future in running.values():
                 future.cancel()
 
     def close(self) -> None:

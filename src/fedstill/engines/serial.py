@@ -25,6 +25,7 @@ from fedstill.keys import seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.watch import place
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.reports import OWN
@@ -71,7 +72,7 @@ class SerialEngine:
     run's definition, because the last bit of a sum depends on them. ``measures``: what clients measure of their own
     models, in float32 whatever the ``precision`` of training is. ``kept``: replies that other runs have kept, for the
     stages that allow it. ``privacy``: what is done to logits before they leave a client; ``secret``: with noise that no
-    seed repeats, as on real sites. ``debug``: the first client
+    seed repeats, as on real sites. ``stops``: the first client
     that fails ends the run, with ClientFailed, to which its own exception is chained. ``dataclasses.replace`` gives
     an engine that differs in some of this and has threads of its own; the memory is the same one.
     """
@@ -85,7 +86,7 @@ class SerialEngine:
     kept: KeptReplies | None = None
     privacy: Privacy = field(default_factory=Privacy)
     secret: bool = False
-    debug: bool = False
+    stops: bool = False
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something; an exception in a client becomes its reply's failure.
@@ -120,14 +121,13 @@ class SerialEngine:
     def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
         """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
 
-        Raises a CorruptFile again: to go on would give other bits than before. With ``debug`` raises ClientFailed.
+        Raises a CorruptFile again: to go on would give other bits than before. If it ``stops``, raises ClientFailed.
         """
         if isinstance(error, CorruptFile):
             raise error
         why = reason(error, work)
-        if self.debug:
-            who = f"client {clients[0]}" if len(clients) == 1 else f"clients {', '.join(map(str, clients))} in a stack"
-            raise ClientFailed(f"round {stage.round}, stage {stage.name!r}: {who} failed: {why}") from error
+        if self.stops:
+            raise ClientFailed(place(stage), clients, why) from error
         log.debug("clients %s failed", clients, exc_info=error)
         return [Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why) for client in clients]
 

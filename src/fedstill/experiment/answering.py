@@ -20,7 +20,7 @@ from fedstill.experiment.later_query import Later, by_now, raised_by, with_query
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
-from fedstill.experiment.running.runner import settings_of
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.fields import as_table
 from fedstill.fitting import FIT, probed
 from fedstill.method import run_round

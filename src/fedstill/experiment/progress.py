@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 
 class Progress(Protocol):
     """Is told of every stage and every round that is done, and may ask the run to stop."""
+
+    def started(self, folder: Path, round: int) -> None:
+        """The run starts in its directory, or goes on there with a round."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """A stage is done."""
@@ -21,6 +25,9 @@ class Progress(Protocol):
 
 class Quiet:
     """Shows nothing and never stops a run."""
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Nothing."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from fedstill.experiment.config.earlier import UNSAID
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find
 
@@ -77,12 +78,17 @@ def groups(directories: Sequence[Path]) -> list[Group]:
 
 
 def group(runs: Sequence[Run]) -> list[Group]:
-    """Runs by everything but their seed."""
+    """Runs by everything but their seed, and but keys that one of them lacks because it began before there were any."""
+    unsaid = {k for k in UNSAID if any(k not in run.settings for run in runs)}
+
+    def telling(run: Run) -> dict[str, Any]:
+        return {k: v for k, v in shared_settings(run).items() if k not in unsaid}
+
     by_settings: dict[str, list[Run]] = {}
     for run in runs:
-        by_settings.setdefault(json.dumps(shared_settings(run), sort_keys=True, default=str), []).append(run)
+        by_settings.setdefault(json.dumps(telling(run), sort_keys=True, default=str), []).append(run)
     lists = list(by_settings.values())
-    labels = group_labels([shared_settings(runs[0]) for runs in lists])
+    labels = group_labels([telling(runs[0]) for runs in lists])
     return [_group(label, members) for label, members in zip(labels, lists, strict=True)]
 
 

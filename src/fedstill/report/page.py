@@ -26,6 +26,7 @@ from fedstill.report.landscapes import landscape
 from fedstill.report.leaks import leaks
 from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
+from fedstill.report.refused import refused
 from fedstill.report.targets import targets
 from fedstill.report.weights import personal, weight_changes
 
@@ -121,6 +122,8 @@ def _head(compared: Sequence[Group]) -> Html:
     if unfinished:
         how_many = f"{unfinished} of {len(runs)} runs are unfinished; they are shown up to their last round."
         note = f'<p class="note">{how_many}</p>'
+    for line in refused({g.label: g.started for g in compared}):
+        note += f'<p class="note">{escape(line)}. All reasons are below, under Failures.</p>'
     return Html(f"<header><h1>{escape(_title(compared))}</h1>{facts(pairs).text}{note}</header>")
 
 

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.comparing.compare import other_settings
 from fedstill.experiment.comparing.recipes import Published, Recipe
+from fedstill.experiment.comparing.standing import other_settings
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report.numbers import COLUMNS, Spread, spread
@@ -61,6 +61,9 @@ def paper_tables(
         asked = any(m.startswith("query_") for m in recipe.measures)
         if said := untaught({row: _runs(row, column, runs) for row in rows if asked}):
             yield Text(said)
+        for row in rows:
+            for text in [s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")]:
+                yield Text(f"warning: {row}: {text}")
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)

@@ -1,31 +1,18 @@
-"""Tables, progress and the drawn split in a terminal."""
+"""Tables and the drawn split in a terminal."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from types import FrameType, TracebackType
-from typing import IO, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import IO, cast
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
-from fedstill.experiment.comparing.compare import Outcome
 from fedstill.report.groups import Group
 from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS, PERSONAL
@@ -60,11 +47,11 @@ def console(sentences: bool = False) -> Console:
 
     sentences: what is printed is text more than numbers; in a file or a pipe its lines are broken to be read.
     """
-    here = Console(highlight=False)
+    here = Console(highlight=False, markup=False)
     if here.is_terminal:
         return here
     width = None if "COLUMNS" in os.environ else SENTENCES if sentences else UNBROKEN
-    return Console(highlight=False, file=cast("IO[str]", _Trimmed()), width=width)
+    return Console(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
 def percent(value: float | None) -> str:
@@ -154,90 +141,3 @@ def leak_table(compared: Sequence[Group]) -> Table | None:
     """How well members are told from what clients sent, without intervals; None if it was not measured."""
     rows = [[group.label, *cells] for group, cells in leak_rows(compared, ends=False)]
     return table(HEAD, rows, words=3) if rows else None
-
-
-class CompareBar:
-    """A progress bar over all rounds of all runs, and one line for each run under way."""
-
-    def __init__(self, rounds: int, *, quiet: bool = False) -> None:
-        self._bar = progress(quiet)
-        self._all = self._bar.add_task("all rounds", total=rounds, accuracy="")
-        self._tasks: dict[Path, TaskID] = {}
-
-    def __enter__(self) -> CompareBar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Show how far the runs are."""
-        self._bar.update(self._all, completed=sum(o.done for o in outcomes))
-        for outcome in outcomes:
-            task = self._tasks.get(outcome.variant.folder)
-            if outcome.state == "running" and task is None:
-                name = f"{outcome.variant.label} seed {outcome.variant.seed}"
-                task = self._bar.add_task(name, total=outcome.rounds, accuracy="")
-                self._tasks[outcome.variant.folder] = task
-            if task is not None:
-                said = "" if outcome.accuracy is None else f"accuracy {percent(outcome.accuracy)}"
-                self._bar.update(task, completed=outcome.done, accuracy=said, visible=outcome.state == "running")
-
-
-class Bar:
-    """A progress bar for one run: round, accuracy, time left. Ctrl-C ends after the stage, twice at once."""
-
-    def __init__(self, rounds: int, label: str, *, quiet: bool = False) -> None:
-        self._bar = progress(quiet)
-        self._task = self._bar.add_task(label, total=rounds, accuracy="")
-        self._rounds, self._asked = rounds, False
-
-    def __enter__(self) -> Bar:
-        self._old = {s: signal.signal(s, self._ask) for s in (signal.SIGINT, signal.SIGTERM)}
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
-        """Move by the share of the round that is done."""
-        if round > 0 and stages:
-            self._bar.update(self._task, completed=round - 1 + (index + 1) / (stages + 1))
-
-    def round(self, event: Mapping[str, Any], rounds: int) -> None:
-        """Show a finished round."""
-        own = f"for the clients {percent(event['personal_accuracy'])}  " if "personal_clients" in event else ""
-        said = f"{own}accuracy {percent(event['accuracy'])}  forgetting {percent(event['forgetting'])}"
-        self._bar.update(self._task, completed=event["round"], accuracy=said)
-
-    def stop(self) -> bool:
-        """Whether Ctrl-C was pressed."""
-        return self._asked
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-        self._bar.update(self._task, accuracy="ending after this stage (Ctrl-C again: at once)")
-
-
-def progress(quiet: bool = False) -> Progress:
-    """A bar with rounds done, time passed and time left."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[accuracy]}"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True, highlight=False),
-        transient=True,
-        disable=quiet,
-    )

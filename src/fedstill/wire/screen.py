@@ -18,6 +18,8 @@ from fedstill.records import NOTHING, Group, Payload, Reply, Stage
 from fedstill.wire.reports import wrong_report
 
 Kind = Literal["failed", "diverged", "unlike", "strange"]
+Failures = Literal["stop", "tolerate"]
+"""What an exception in a client's code does: end the run, or leave that client out of the stage."""
 P = ParamSpec("P")
 
 MAX_EXAMPLES = 10**7
@@ -29,16 +31,17 @@ MAX_NUMBER = 2**63
 
 @dataclass(frozen=True)
 class Rules:
-    """When a stage counts: the share of its clients that must be accepted, and what a reply may hold.
+    """When a stage counts: the share of its clients that must be accepted, what a reply may hold, who may fail.
 
     ``quorum``: the least share of a stage's clients, in (0, 1]. ``norm_limit``: a reply whose parameters' norm exceeds
     this many times that of what the client was sent (at least 1) is refused. ``max_examples``: so is one that claims
-    more examples.
+    more examples. ``failures``: "stop", a client that fails ends the run; "tolerate", it is refused.
     """
 
     quorum: PositiveShare = 0.5
     norm_limit: Positive = 10.0
     max_examples: MostExamples = MAX_EXAMPLES
+    failures: Failures = "stop"
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -5,29 +5,27 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 from fedstill.engines.cores import WORKERS, cores
-from fedstill.errors import FedstillError, RunExists
-from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked
+from fedstill.errors import CorruptFile, FedstillError
+from fedstill.experiment.comparing.standing import make_way
+from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.overrides import flat
-from fedstill.experiment.config.settings import Settings
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
 
 POLL_SECONDS = 0.2
-
-SAME_BITS = ("serial", "pooled")
-"""Engines that give one and the same run."""
 
 
 @dataclass
@@ -64,44 +62,77 @@ def jobs_that_fit() -> int:
 
 
 def compare(
-    runs: Sequence[Variant], jobs: int, watch: Callable[[Sequence[Outcome]], None], debug: bool = False
+    runs: Sequence[Variant],
+    jobs: int,
+    watch: Callable[[Sequence[Outcome]], None],
+    debug: bool = False,
+    overwrite: bool = False,
 ) -> list[Outcome]:
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
     A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
-    fails does not stop the others. The first Ctrl-C lets running stages end and starts nothing new; the second ends at
-    once. ``debug``: as for ``run``. Raises RunExists for a folder that holds another run.
+    fails does not stop the others; one whose process is killed does. The first Ctrl-C lets running stages end and
+    starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises RunExists for a folder that holds
+    another run; with ``overwrite`` that one is deleted, and one that is damaged begun anew.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     for outcome in outcomes:
-        check_folder(outcome.variant)
+        make_way(outcome.variant, overwrite)
     waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
-    asked = Asked(context.Event())
-    with asked, ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,)) as pool:
-        running = dict[Future[Answer], Outcome]()
+    with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
+        running, broken = dict[Future[Answer], Outcome](), False
         while waiting or running:
-            while len(running) < jobs and not asked.stop and (ready := _next(waiting, outcomes)):
+            ends = asked.stop or broken
+            while len(running) < jobs and not ends and (ready := _next(waiting, outcomes)):
                 waiting.remove(ready)
                 ready.state = "running"
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
                 experiment, folder = ready.variant.experiment, ready.variant.folder
-                running[pool.submit(_do, experiment, folder, workers, debug)] = ready
-            if asked.stop and not running:
+                running[pool.submit(_do, experiment, folder, workers, debug, overwrite)] = ready
+            if ends and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
             for future in done:
-                _finish(running.pop(future), future)
+                broken |= isinstance(future.exception(), BrokenProcessPool)
+                _finish(running.pop(future), future, asked.stop)
             for outcome in outcomes:
                 outcome.follow()
             watch(outcomes)
     return outcomes
 
 
+@contextmanager
+def _workers(jobs: int, context: ForkServerContext, asked: Asked) -> Iterator[ProcessPoolExecutor]:
+    """Processes that carry runs out; they end with the block, and are not waited for if it is left at once."""
+    context.set_forkserver_preload(["fedstill.experiment.running.runner", "fedstill.methods.fedavg"])
+    resource_tracker.ensure_running()  # it would unblock signals
+    with deaf():
+        forkserver.ensure_running()
+    pool = ProcessPoolExecutor(jobs, context, StopsWhenAsked.listen, (asked.event,))
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    except BaseException:
+        pool.shutdown()
+        raise
+    pool.shutdown()
+
+
 Answer = tuple[int, str, str]
 """A run's exit code, what went wrong, and its traceback."""
+
+DONE: Answer = (0, "", "")
+STOPPED: Answer = (1, "stopped", "")
+KILLED: Answer = (
+    1,
+    "its process, or one beside it, was killed, as the system does where memory is short; the same command goes on, "
+    "perhaps with fewer --jobs",
+    "",
+)
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -110,63 +141,50 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
     return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
 
-def _do(experiment: Experiment, folder: Path, workers: str, debug: bool) -> Answer:
-    """Carry out one run, or go on with it."""
+def _do(experiment: Experiment, folder: Path, workers: str, debug: bool, overwrite: bool) -> Answer:
+    """Carry out one run, or go on with it; one that is damaged is begun anew if it may be overwritten."""
     from fedstill.experiment.running import runner
 
     if (folder / "summary.json").is_file():
-        return 0, "", ""
+        return DONE
     os.environ[WORKERS] = workers
-    watch = StopsWhenAsked()
-    signal.signal(signal.SIGINT, watch.ask)
-    signal.signal(signal.SIGTERM, watch.ask)
     try:
-        with watch.working:
+        with StopsWhenAsked().hearing() as watch:
+            if watch.stop():
+                return STOPPED
             if (folder / "config.toml").is_file():
-                runner.resume(folder, watch=watch, debug=debug)
-            else:
-                runner.run(experiment, folder, watch=watch, debug=debug)
+                try:
+                    runner.resume(folder, watch=watch, debug=debug)
+                    return DONE
+                except CorruptFile:
+                    if not overwrite:
+                        raise
+            runner.run(experiment, folder, watch=watch, debug=debug, overwrite=overwrite)
     except Exception as error:
         return _answer(error)
-    return 0, "", ""
+    return DONE
 
 
 def _answer(error: BaseException) -> Answer:
     from fedstill.experiment.progress import Interrupted
 
     if isinstance(error, Interrupted):
-        return 1, "stopped; the same command continues it", ""
+        return STOPPED
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, FedstillError):
-        return error.exit_code, str(error), trace
+        return error.exit_code, error.in_shell, trace
     return 1, f"{type(error).__name__}: {error}", trace
 
 
-def _finish(outcome: Outcome, future: Future[Answer]) -> None:
-    """Note how a run ended."""
+def _finish(outcome: Outcome, future: Future[Answer], asked: bool) -> None:
+    """Note how a run ended; ``asked``: whether all were asked to."""
     error = future.exception()
-    outcome.exit_code, outcome.problem, outcome.trace = _answer(error) if error else future.result()
+    if isinstance(error, BrokenProcessPool):
+        answer = STOPPED if asked else KILLED
+    else:
+        answer = _answer(error) if error else future.result()
+    if answer == STOPPED:
+        outcome.state = "stopped"
+        return
+    outcome.exit_code, outcome.problem, outcome.trace = answer
     outcome.state = "failed" if outcome.exit_code else "finished"
-
-
-def check_folder(variant: Variant) -> None:
-    """Raise RunExists for a folder that holds a run of other settings than a variant's."""
-    if other := other_settings(variant):
-        raise RunExists(f"{variant.folder} holds a run with other settings ({', '.join(other)}); choose another --out")
-
-
-def other_settings(variant: Variant) -> list[str]:
-    """The dotted keys of which the run in a variant's folder has other values; none where there is no run."""
-    from fedstill.experiment.running.runner import settings_of
-
-    if not (variant.folder / "config.toml").is_file():
-        return []
-    wanted = flat(_defining(variant.settings, variant.settings))
-    there = flat(_defining(settings_of(variant.folder), variant.settings))
-    return sorted(k for k in {*wanted, *there} if wanted.get(k) != there.get(k))
-
-
-def _defining(settings: Settings, wanted: Settings) -> Mapping[str, Any]:
-    """The settings that identify a run: all but an engine with the serial engine's bits, or one that ``auto`` chose."""
-    same = settings.engine in SAME_BITS or wanted.engine == "auto"
-    return {**settings.tree, "engine": "serial"} if same else settings.tree

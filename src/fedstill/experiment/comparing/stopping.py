@@ -5,11 +5,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from threading import Lock, Thread
 from types import FrameType
 from typing import Any, ClassVar
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that start here hear no Ctrl-C, until they say that they do; this one hears it afterwards."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class Asked:
@@ -19,7 +33,7 @@ class Asked:
         self.event, self.stop = event, False
 
     def __enter__(self) -> Asked:
-        self._old = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._old = {number: signal.signal(number, self._ask) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,7 +60,15 @@ class StopsWhenAsked:
     def listen(cls, event: Event) -> None:
         """Stop when this is set, too; end when the process that gives work has ended."""
         cls.event = event
+        cls.idle()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         Thread(target=cls._end_with_parent, daemon=True).start()
+
+    @staticmethod
+    def idle() -> None:
+        """Between runs Ctrl-C is not for this process, and SIGTERM ends it at once."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @classmethod
     def _end_with_parent(cls) -> None:
@@ -55,11 +77,25 @@ class StopsWhenAsked:
         with cls.working:
             os._exit(1)
 
+    @contextmanager
+    def hearing(self) -> Iterator[StopsWhenAsked]:
+        """While a run is carried out, signals are for it."""
+        for number in SIGNALS:
+            signal.signal(number, self.ask)
+        try:
+            with self.working:
+                yield self
+        finally:
+            self.idle()
+
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Take a signal; the second ends the process."""
         self.asked += 1
         if self.asked > 1:
             os._exit(1)
+
+    def started(self, folder: Path, round: int) -> None:
+        """Nothing."""
 
     def stage(self, round: int, rounds: int, index: int, stages: int) -> None:
         """Nothing."""

@@ -66,6 +66,11 @@ class Settings(TopKeys):
         """The rounds in which measures look: every so many, and the last; all of them where clients ask again."""
         return measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
 
+    @property
+    def deployed(self) -> bool:
+        """Whether its clients are machines of a federation, not parts of a simulation."""
+        return self.engine == "flower" and bool(self.flower.federation)
+
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it must not change."""
@@ -79,12 +84,16 @@ class Settings(TopKeys):
             "topology": {**named.topology.table, "clients": self.clients},
             "model": named.model.table,
             "method": named.method.table,
-            "clients": self.of_clients.table,
+            "clients": {k: v for k, v in self.of_clients.table.items() if not self._unwritten(k)},
             "privacy": as_table(self.privacy),
             **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
             "query": as_table(self.query),
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
+
+    def _unwritten(self, key: str) -> bool:
+        """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had no such key."""
+        return key == "failures" and self.deployed and self.of_clients.failures == "tolerate"
 
     @property
     def toml(self) -> str:

@@ -37,6 +37,9 @@ def settle(experiment: Experiment) -> Settings:
     named_method, method = _method(experiment)
     clients = _number_of_clients(experiment)
     own = read_record(ClientsTable, experiment.table("clients"), "clients")
+    flower = _flower(experiment)
+    deployed = top.engine == "flower" and bool(flower.federation)
+    failures = own.failures or ("tolerate" if deployed else "stop")
     models = checked_models(own.models, clients, base, lambda name: resolved_name("model", name, base))
     named_topology = read_named(
         "topology", experiment.table("topology"), base, method.topology, {method.topology: method.schedule}
@@ -53,9 +56,9 @@ def settle(experiment: Experiment) -> Settings:
         data=data,
         named=named,
         clients=clients,
-        of_clients=replace(own, models=models),
+        of_clients=replace(own, models=models, failures=failures),
         privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
-        flower=_flower(experiment),
+        flower=flower,
         query=read_query(experiment.table("query")),
         plans=_plans(method, experiment.table("plan"), named_topology),
         method=method,

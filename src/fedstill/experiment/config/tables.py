@@ -16,7 +16,7 @@ from fedstill.data.arrival import Order
 from fedstill.engines.precision import Precision
 from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, Share, as_table
 from fedstill.queries import Trigger
-from fedstill.wire.screen import MAX_EXAMPLES, MostExamples, Rules
+from fedstill.wire.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
@@ -85,7 +85,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class ClientsTable:
-    """``[clients]``: which replies are accepted, how many are needed, and which client has another network."""
+    """``[clients]``: which replies are accepted, how many are needed, who may fail, and who has another network."""
 
     quorum: PositiveShare = 0.5
     """The share of a stage's clients that must reply well; with fewer the run stops."""
@@ -96,11 +96,13 @@ class ClientsTable:
 
     max_examples: MostExamples = MAX_EXAMPLES
     """A reply is refused that claims more examples than this."""
+    failures: Failures | None = None
+    """Whether a client that fails stops the run; unset: it does, but is tolerated in a federation of machines."""
 
     @property
     def rules(self) -> Rules:
         """Which replies the server accepts."""
-        return Rules(self.quorum, self.norm_limit, self.max_examples)
+        return Rules(self.quorum, self.norm_limit, self.max_examples, self.failures or "stop")
 
     @property
     def table(self) -> dict[str, Any]:

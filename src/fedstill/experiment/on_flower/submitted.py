@@ -36,6 +36,7 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
     values = {"config": "" if resume else config, "out": str(folder.resolve()), "resume": resume}
     control = Control.of(federation)
     run = when_it_listens(lambda: control.start(federation.app, values), START)
+    watch.started(folder, 1 + len(_rounds(folder)))
     return _follow(control, run, settings.rounds, folder, watch)
 
 

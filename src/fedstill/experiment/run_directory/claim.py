@@ -15,33 +15,48 @@ from filelock import FileLock, Timeout
 
 from fedstill.errors import ConfigError, RunBusy, RunExists
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.run_directory.overwriting import clear
 from fedstill.files import is_leftover
 
 LOCK, HOLDER = "lock", "holder.json"
 """The file that is locked, and the one that says by whom. The second is there while somebody writes in the folder."""
 
+OTHER = ("choose another directory with out=", "choose another --out")
+"""What to do about a directory that cannot be used: in Python, and for who typed a command."""
 
-def new_directory(settings: Settings, out: Path | None) -> Path:
-    """A directory for a new run; raises RunExists if it holds anything already."""
+
+def new_directory(settings: Settings, out: Path | None, overwrite: bool = False) -> Path:
+    """A directory for a new run; raises RunExists if it holds anything already, other than a run to ``overwrite``."""
+    if overwrite and out is None:
+        raise ConfigError("overwrite=True needs out=, the run's directory", "--overwrite needs --out")
     name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
     base = Path("runs") / f"{name}-{settings.data.name.replace('/', '-')}-seed{settings.seed}"
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
+            if overwrite:
+                with locked(out):
+                    clear(out)
             refuse_used(out)
             return out
         base.parent.mkdir(parents=True, exist_ok=True)
         return next(p for i in range(1, 100_000) if _is_made(p := base.with_name(f"{base.name}-{i}")))
     except FileExistsError as error:
-        raise RunExists(f"{out} is a file; choose another --out") from error
+        raise RunExists(*(f"{out} is a file; {todo}" for todo in OTHER)) from error
     except OSError as error:
-        raise ConfigError(f"cannot make the run's directory {out or base}: {error.strerror}; choose --out") from error
+        text = f"cannot make the run's directory {out or base}: {error.strerror}"
+        raise ConfigError(*(f"{text}; {todo}" for todo in OTHER)) from error
 
 
 def refuse_used(folder: Path) -> None:
     """Raise RunExists if a directory holds anything; what a killed process left of its first write does not count."""
     if any(p.name not in (LOCK, HOLDER) and not is_leftover(p) for p in folder.iterdir()):
-        raise RunExists(f"{folder} is not empty; choose another --out, or go on with `fedstill resume {folder}`")
+        raise RunExists(
+            f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or begin it anew with "
+            "overwrite=True",
+            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {folder}`, or begin it anew with "
+            "--overwrite",
+        )
 
 
 def _is_made(folder: Path) -> bool:
@@ -83,9 +98,10 @@ def claimed(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise RunExists(f"{folder} is a file; choose another --out") from error
+        raise RunExists(*(f"{folder} is a file; {todo}" for todo in OTHER)) from error
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}; choose another --out") from error
+        text = f"cannot make the folder {folder}: {error.strerror}"
+        raise ConfigError(*(f"{text}; {todo}" for todo in OTHER)) from error
     with locked(folder):
         yield
 

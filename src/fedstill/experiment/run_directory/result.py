@@ -16,6 +16,7 @@ from fedstill.errors import CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
+from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
 from fedstill.files import write_whole
 from fedstill.metrics.accuracy import best_and_recent
@@ -113,11 +114,14 @@ OF_LAST = (*PERSONAL, "private_by_client", "public_by_client", "server_public_ac
 
 
 def summary_of(
-    settings: Settings, history: Sequence[Mapping[str, Any]], measures: Mapping[str, float] | None = None
+    settings: Settings,
+    history: Sequence[Mapping[str, Any]],
+    clients: Sequence[Mapping[str, Any]] = (),
+    measures: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """The run in one mapping, with the last, the best and the mean accuracy of the last ten: papers print any of them.
 
-    measures: seconds of each measure in all rounds.
+    history, clients: the events of rounds and of clients. measures: seconds of each measure in all rounds.
     """
     accuracies = [e["accuracy"] for e in history]
     return {
@@ -133,6 +137,7 @@ def summary_of(
         **best_and_recent(accuracies),
         "forgetting": history[-1]["forgetting"],
         **{k: history[-1][k] for k in (*QUERIED, *OF_LAST) if k in history[-1]},
+        **Refusals.of(clients, settings.clients, len(history)).summary,
         "bytes_up": sum(e["bytes_up"] for e in history),
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from fedstill.method import Method
 from fedstill.metrics import class_accuracy
@@ -55,10 +56,10 @@ class OwnAnswers:
         return told
 
 
-def has_learned(method: Method, state: State, world: World) -> bool:
-    """Whether the server's model is an answer: where clients have models of their own, it may be the initial one."""
+def evaluated_answers(method: Method, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+    """The method's predictors; none where clients have models of their own and nobody has trained the server's."""
     if state.round == 1 or not same_bits(state.params, world.initial(SERVER)):
-        return True
+        return dict(method.predictors(state, world))
     if state.round == 2 and not method.personal:
         log.warning("%s", UNTRAINED)
-    return not method.personal
+    return {} if method.personal else dict(method.predictors(state, world))

@@ -55,7 +55,10 @@ def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
     for path, sha in sources(settings).items():
         if start["sources"].get(path) != sha:
-            raise CorruptFile(f"{path} is not the file that the run was started with; restore the original to resume")
+            text = (
+                f"{path} is not the file that the run was started with; restore the original to resume, or begin anew"
+            )
+            raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
     if (place := settings.start_from) and start.get("start_from") != seal(place):
         raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
 

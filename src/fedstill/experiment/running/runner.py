@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,9 +17,8 @@ from fedstill.census import run_census
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError, CorruptFile, RunExists
-from fedstill.experiment.config.earlier import as_it_began
-from fedstill.experiment.config.experiment import Experiment, from_tree
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened
@@ -29,12 +28,12 @@ from fedstill.experiment.on_flower.submitted import elsewhere, submit
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.progress import Interrupted, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
-from fedstill.experiment.running.debugging import debugged
 from fedstill.experiment.running.measuring import Measuring
-from fedstill.experiment.running.own_answers import has_learned
+from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.files import digest, sweep, write_whole
 from fedstill.method import run_round
@@ -46,6 +45,8 @@ from fedstill.wire.screen import Refusal
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
+log = logging.getLogger("fedstill.run")
+
 
 def run(
     experiment: Experiment,
@@ -53,25 +54,27 @@ def run(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
-    debug: bool | None = None,
+    debug: bool = False,
+    overwrite: bool = False,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
     Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
-    fails ends the run with ClientFailed, its own exception chained; unset, in tests with ``engine = "serial"`` only.
-    Raises a ConfigError before anything is trained, RunExists for a directory that holds something,
+    fails ends the run with ClientFailed, its own exception chained, whatever ``clients.failures`` says. ``overwrite``:
+    what fedstill wrote in ``out`` before is deleted, when everything else has been checked.
+    Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
     settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
-    debug = debugged(debug, settings.engine)
+    _refuse_debug(debug, settings)
     where = elsewhere(settings) if grid is None else ""
     if data is not None and where == "federation":
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     if settings.engine == "flower":
         require_flower()  # before there is a directory
     prepared = prepare(settings, data)
-    folder = new_directory(settings, Path(out) if out else None)
+    folder = new_directory(settings, Path(out) if out else None, overwrite)
     if where == "ray":
         return simulate(settings, data, folder, lambda ray: run(experiment, folder, data, watch, ray, debug))
     if where:
@@ -89,7 +92,7 @@ def resume(
     data: Dataset | None = None,
     watch: Progress | None = None,
     grid: Grid | None = None,
-    debug: bool | None = None,
+    debug: bool = False,
 ) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
 
@@ -97,7 +100,7 @@ def resume(
     """
     folder = Path(directory)
     settings = settings_of(folder)
-    debug = debugged(debug, settings.engine)
+    _refuse_debug(debug, settings)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
             return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug))
@@ -110,16 +113,9 @@ def resume(
             return driver.go()
 
 
-def settings_of(folder: Path) -> Settings:
-    """The settings of an existing run."""
-    path = folder / "config.toml"
-    try:
-        tree = tomllib.loads(path.read_bytes().decode())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path} cannot be read: {error}") from error
-    return settle(from_tree(as_it_began(tree), {}, folder))
+def _refuse_debug(debug: bool, settings: Settings) -> None:
+    if debug and settings.engine == "flower":
+        raise ConfigError("debug: clients on Flower keep their tracebacks; debug a run with engine = 'serial'")
 
 
 @dataclass
@@ -140,7 +136,8 @@ class _Driver:
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
         if isinstance(self.engine, SerialEngine):
-            self.engine = replace(self.engine, debug=self.debug)
+            stops = self.debug or settings.rules.failures == "stop"
+            self.engine = replace(self.engine, stops=stops)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
         self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
@@ -184,6 +181,7 @@ class _Driver:
 
     def _rounds(self, state: State) -> Result:
         last = self.settings.rounds
+        self.watch.started(self.folder, max(1, state.round))
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
@@ -194,8 +192,11 @@ class _Driver:
             self.journal.write("round", **event)
             self.watch.round(event, last)
         self.journal.sync()
-        rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
-        write_result(self.folder, state, summary_of(self.settings, rounds, self.measuring.seconds))
+        events = journals.read_journal(self.folder / "journal.jsonl")
+        rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
+        write_result(self.folder, state, summary := summary_of(self.settings, rounds, clients, self.measuring.seconds))
+        if "refusals" in summary and isinstance(self.watch, Quiet):  # whoever watches the run shows it
+            log.warning("%s: %s", self.folder, summary["refusals"])
         return Result.of(self.folder)
 
     def stage(
@@ -240,8 +241,7 @@ class _Driver:
         torch.set_num_threads(self.settings.threads[1])
         where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
         with part(self.method, "predictors", where):
-            learned = has_learned(self.method, state, self.world)
-            named = dict(self.method.predictors(state, self.world)) if learned else {}
+            named = evaluated_answers(self.method, state, self.world)
         return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
     def _identity(self) -> str:

@@ -21,11 +21,11 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.run_world import RunWorld, world_of
 from fedstill.experiment.preparing.start_weights import FINAL
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.evidence import SUFFIX, readable
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.provenance import sources
-from fedstill.experiment.running.runner import settings_of
 from fedstill.experiment.trained.pixels import Pixels, pixels_of
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
 from fedstill.files import digest

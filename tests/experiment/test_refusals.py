@@ -1,0 +1,134 @@
+"""Clients that were left out are named at a run's end: in the terminal, the summary, comparisons and the report."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.cli import call
+from fedstill.experiment.run_directory.refusals import Refusals
+from fedstill.experiment.running.runner import run
+
+NETWORK = """
+import torch
+from torch import nn
+
+class Even(nn.Module):
+    '''A network that cannot train at a client with an odd number of images.'''
+
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.body, self.head = nn.Flatten(), nn.Linear(64, classes)
+
+    def forward(self, x):
+        if self.training and len(x) % 2:
+            raise ValueError(f"an odd number of images: [{len(x)}]")
+        return self.head(self.body(x))
+"""
+CONFIG = """
+rounds = 2
+measure = []
+engine = "serial"
+model = "mynet.py:Even"
+partition = "iid"
+topology = { clients = 3 }
+data = { train_size = 76 }
+plan = { epochs = 1, batch = 100 }
+"""
+"""26, 25 and 25 images: two clients of three cannot train."""
+TOLERANT = ["-s", "clients.failures=tolerate", "-s", "clients.quorum=0.3", "-q"]
+WHY = "failed: ValueError: an odd number of images: [25] (mynet.py, line 14, in forward)"
+SAID = f"2 of 3 clients refused in every round, first: client 1 in round 1: {WHY}"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("mynet.py").write_text(NETWORK)
+    Path("half.toml").write_text(CONFIG)
+    return "half.toml"
+
+
+def test_by_default_the_run_ends_with_the_authors_file_and_line(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["run", config, "--out", "one", "-q"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"fedstill: round 1, stage 'train': client 1 {WHY}; see the traceback with --debug")
+    assert said.out == ""
+    assert call(["compare", config, "--out", "all", "-q"]) == 1
+    assert f"client 1 {WHY}" in capsys.readouterr().err
+
+
+def test_a_run_that_tolerates_it_says_so_at_its_end(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["run", config, "--out", "one", *TOLERANT]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == f"warning: {SAID}"
+    summary = json.loads(Path("one/summary.json").read_text())
+    assert summary["refused"] == 4
+    assert summary["refused_clients"] == [1, 2]
+    assert summary["refusals"] == SAID
+    assert call(["resume", "one", "-q"]) == 0, "also if it is asked again"
+    assert f"warning: {SAID}" in capsys.readouterr().out
+
+
+def test_comparison_and_report_say_it_too(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["compare", config, "--methods", "fedavg,fedprox", "--seeds", "1,2", "--out", "all", *TOLERANT]
+    assert call(words) == 0
+    said = capsys.readouterr().out
+    for method in ("fedavg", "fedprox"):
+        assert f"warning: {method}, seed 1: {SAID}; seeds with refusals: 1, 2\n" in said
+    page = Path("all/report.html").read_text()
+    head = page[page.index("<header>") : page.index("</header>")]
+    assert head.count('<p class="note">') == 2
+    assert "2 of 3 clients refused in every round, first: client 1 in round 1" in head
+    assert 'id="failures"' in page
+
+
+def test_a_run_without_refusals_says_nothing_of_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    summary = run(toys.toy(), tmp_path / "run", toys.blobs()).summary
+    assert summary["refused"] == 0
+    assert not {"refusals", "refused_clients"} & set(summary)
+    assert not caplog.records
+
+
+def test_in_python_where_nobody_watches_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nan = toys.toy({"name": "toy_failing", "who": 1, "how": "nan"}, topology={"clients": 6, "sampled": 6})
+    with caplog.at_level(logging.WARNING):
+        done = run(nan, tmp_path / "run", toys.blobs())
+    said = "2 of 18 replies refused, of 1 of 6 clients, in 2 of 3 rounds, first: client 1 in round 2: params/"
+    assert done.summary["refusals"].startswith(said)
+    assert f"run: {said}" in caplog.text
+
+
+def no(client: int, round: int) -> dict[str, object]:
+    return {"client": client, "round": round, "refused": "why"}
+
+
+def yes(client: int, round: int) -> dict[str, object]:
+    return {"client": client, "round": round}
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ([], ""),
+        ([yes(0, 1), {"client": 1, "round": 1, "idle": True}], ""),
+        ([no(0, 1), yes(1, 1), no(0, 2)], "1 of 6 clients refused in every round, first: client 0 in round 1: why"),
+        ([no(0, 1), yes(1, 2)], "1 of 6 clients refused whenever they took part, first: client 0 in round 1: why"),
+        (
+            [yes(0, 1), no(0, 2)],
+            "1 of 2 replies refused, of 1 of 6 clients, in 1 of 2 rounds, first: client 0 in round 2: why",
+        ),
+        (
+            [no(3, 0), yes(3, 1)],
+            "1 of 2 replies refused, of 1 of 6 clients, in 0 of 2 rounds, first: client 3 in the census: why",
+        ),
+    ],
+)
+def test_the_sentence(events: list[dict[str, object]], said: str) -> None:
+    assert Refusals.of(events, 6, 2).said == said
