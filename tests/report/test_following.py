@@ -60,7 +60,7 @@ def test_a_long_round_tells_its_stages(capsys: pytest.CaptureFixture[str]) -> No
         watch.round(done(1, None), 2)
     assert capsys.readouterr().err.splitlines() == [
         "fedseq: round 1 of 2, stage 2 of 4, 12 s",
-        "fedseq: round 1 of 2, accuracy –, forgetting -1.00 %, 24 s, about 24 s left",
+        "fedseq: round 1 of 2, forgetting -1.00 %, 24 s, about 24 s left",
     ]
 
 
