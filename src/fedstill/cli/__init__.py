@@ -7,11 +7,11 @@ import sys
 
 from cyclopts import CycloptsError
 
-from fedstill.cli import asking, comparisons, deploy, export, reproduce, single_run
+from fedstill.cli import asking, comparisons, deploy, export, reproduce, single_run, tune
 from fedstill.cli.app import app, say
 from fedstill.errors import FedstillError
 
-__all__ = ["app", "asking", "call", "comparisons", "deploy", "export", "main", "reproduce", "single_run"]
+__all__ = ["app", "asking", "call", "comparisons", "deploy", "export", "main", "reproduce", "single_run", "tune"]
 
 
 def main() -> None:

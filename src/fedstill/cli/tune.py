@@ -1,0 +1,75 @@
+"""The command that looks for good values of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter, validators
+
+from fedstill.cli.app import Grid, Jobs, Quiet, Seeds, Settings, app, say
+
+if TYPE_CHECKING:
+    from fedstill.experiment.comparing.compare import Outcome
+    from fedstill.experiment.comparing.variants import Variant
+
+TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
+
+
+@app.command(name="tune")
+def tune_command(
+    config: Path | None = None,
+    *,
+    space: Grid = (),
+    trials: TrialCount = 20,
+    seeds: Seeds = (100, 101, 102),
+    goal: str = "",
+    out: Path | None = None,
+    jobs: Jobs = None,
+    set_: Settings = (),
+    quiet: Quiet = False,
+) -> int:
+    """Look for good values of fields by trials (Optuna's TPE), each a run a seed; say what to report on which seeds.
+
+    The same command goes on where it was stopped, with --out; more trials continue the search. It needs the extra tune.
+
+    Args:
+        config: What all runs have in common, a TOML file. Unset, the defaults.
+        space: What may vary, e.g. --space method.beta=0.1..10:log, plan.epochs=1..5 or model=mlp,cnn. May be repeated.
+        trials: How many trials, those that are done already included.
+        seeds: Seeds of each trial's runs. The values are to be reported on others.
+        goal: A number of a run's summary: accuracy, mean_accuracy_last_10, forgetting, personal_accuracy and others.
+            Unset, the mean accuracy of the last ten rounds, or what clients have where that is the answer.
+        out: The directory of all trials and the page. Unset, one is made under runs/.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        set_: A value over the file's, as key=value. May be repeated.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.experiment.comparing import compare as compared
+    from fedstill.experiment.comparing.tuning import Tuning, parse_space
+    from fedstill.experiment.comparing.variants import new_folder
+    from fedstill.experiment.config.experiment import load
+    from fedstill.experiment.run_directory.claim import claimed
+    from fedstill.report import terminal, tuned
+    from fedstill.report.following_several import followed_runs
+
+    folder, count = out or new_folder("tune"), jobs or compared.jobs_that_fit()
+    with claimed(folder), followed_runs(quiet) as shown:
+
+        def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
+            return compared.compare(runs, count, shown.show)
+
+        tuning = Tuning(load(config, set_), parse_space(space), seeds, folder, do, goal)
+        for _ in tuning.run(trials):
+            tuned.write_tuning_page(tuning, folder / "tuning.html")
+    screen = terminal.console()
+    if tuning.trials:
+        screen.print(terminal.table(*tuned.trial_lines(tuning)))
+        screen.print(tuned.advice(tuning, str(config or ""), set_), soft_wrap=True)
+        screen.print(f"page: {folder / 'tuning.html'}", soft_wrap=True)
+    if len(tuning.trials) < trials:
+        return say(
+            f"stopped after {len(tuning.trials)} of {trials} trials; the same command with --out {folder} goes on", 1
+        )
+    return 0 if any(t.scores for t in tuning.trials) else 1

@@ -1,0 +1,140 @@
+"""A search for good values is a function of its seed, goes on where it stopped, and says what to report."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.cli import call
+from fedstill.errors import ConfigError
+from fedstill.experiment.comparing.compare import Outcome
+from fedstill.experiment.comparing.tuning import Dimension, Tuning, parse_space
+from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.report.tuned import advice, trial_lines
+
+pytest.importorskip("optuna")
+
+SPACE = ["method.beta=0.1..10:log", "plan.epochs=1..5", "model=mlp,logistic"]
+COMMON = Experiment(method="fedntd", seed=7, rounds=1)
+
+
+def beta_of(run: Variant) -> float:
+    return float(run.settings.tree["method"]["beta"])
+
+
+def pretend(runs: Sequence[Variant]) -> Sequence[Outcome]:
+    """Runs whose goal is best at beta = 1; seeds differ a little, and large values diverge."""
+    outcomes = []
+    for run in runs:
+        outcome = Outcome(run, 1, state="finished")
+        if beta_of(run) > 5:
+            outcome.state, outcome.problem = "failed", "parameters diverged"
+        else:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            score = 1 - abs(math.log(beta_of(run))) / 10 + run.seed / 1e5
+            summary = {"mean_accuracy_last_10": score, "forgetting": 1 - score, "accuracy": None}
+            (run.folder / "summary.json").write_text(json.dumps(summary))
+        outcomes.append(outcome)
+    return outcomes
+
+
+def search(out: Path, trials: int, goal: str = "", stop_at: int = 10**9) -> Tuning:
+    def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
+        stopped = int(runs[0].folder.parent.name.removeprefix("trial")) >= stop_at
+        return [Outcome(run, 1, state="stopped") for run in runs] if stopped else pretend(runs)
+
+    tuning = Tuning(COMMON, parse_space(SPACE), (100, 101), out, do, goal)
+    for _ in tuning.run(trials):
+        pass
+    return tuning
+
+
+def test_a_space_says_ends_scale_and_choices() -> None:
+    assert parse_space(SPACE) == [
+        Dimension("method.beta", 0.1, 10.0, log=True),
+        Dimension("plan.epochs", 1, 5, whole=True),
+        Dimension("model", choices=("mlp", "logistic")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("method.beta", "not of the form KEY=LOW..HIGH"),
+        ("method.beta=", "not of the form KEY=LOW..HIGH"),
+        ("method.beta=10..1", "the first end must be below the second"),
+        ("method.beta=0..1:log", "above 0 with :log"),
+        ("method.beta=0.1..1:linear", "the only scale"),
+        ("method.beta=low..high", "'low' and 'high' must be numbers"),
+    ],
+)
+def test_a_space_that_is_none_is_one_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_space([text])
+    with pytest.raises(ConfigError, match="twice"):
+        parse_space(["a=1..2", "a=2..3"])
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    whole = search(tmp_path / "whole", 14)
+    assert len(whole.trials) == 14
+    first = search(tmp_path / "other", 14, stop_at=4)
+    assert len(first.trials) == 4
+    again = search(tmp_path / "other", 14)
+    assert [(t.values, t.scores, t.problem) for t in again.trials] == [
+        (t.values, t.scores, t.problem) for t in whole.trials
+    ]
+    assert {tuple(t.values) for t in whole.trials} == {("method.beta", "plan.epochs", "model")}
+
+
+def test_a_trial_that_fails_is_last_and_its_reason_is_shown(tmp_path: Path) -> None:
+    tuning = search(tmp_path, 14)
+    assert any(t.problem for t in tuning.trials), "some betas are above 5"
+    ranked = tuning.ranked()
+    means = [t.mean for t in ranked if t.scores]
+    assert means == sorted(means, reverse=True)
+    assert [bool(t.problem) for t in ranked] == sorted(bool(t.problem) for t in ranked)
+    assert trial_lines(tuning)[1][-1][-1] == "parameters diverged"
+
+
+def test_less_forgetting_is_better(tmp_path: Path) -> None:
+    tuning = search(tmp_path, 8, goal="forgetting")
+    means = [t.mean for t in tuning.ranked() if t.scores]
+    assert means == sorted(means)
+    with pytest.raises(ConfigError, match="there is no goal 'acc'; choose one of"):
+        search(tmp_path / "no", 1, goal="acc")
+    with pytest.raises(ConfigError, match="has no accuracy; its goals: mean_accuracy_last_10, forgetting"):
+        search(tmp_path / "none", 1, goal="accuracy")
+
+
+def test_values_are_reported_on_seeds_that_did_not_choose_them(tmp_path: Path) -> None:
+    tuning = Tuning(COMMON, parse_space(SPACE[:1]), (1, 2, 100), tmp_path, pretend)
+    for _ in tuning.run(3):
+        pass
+    best = tuning.ranked()[0]
+    said = advice(tuning, "my.toml", ("rounds=5",))
+    assert f"fedstill compare my.toml -s 'rounds=5' -s 'method.beta={best.values['method.beta']}'" in said
+    assert said.endswith("--seeds 3,4,5,6,7")
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "small.toml").write_text(toys.SMALL)
+    words = ["tune", "small.toml", "--space", "method.beta=0.1..10:log", "--seeds", "100", "--out", "out", "-q"]
+    assert call([*words, "--trials", "1"]) == 0
+    began = (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns
+    assert call([*words, "--trials", "2"]) == 0
+    assert (tmp_path / "out/trial000/seed100/summary.json").stat().st_mtime_ns == began, "it is not run again"
+    lines = capsys.readouterr().out.splitlines()
+    assert "is the best of 2" in "\n".join(lines)
+    assert "--seeds 1,2,3,4,5" in "\n".join(lines)
+    page = (tmp_path / "out/tuning.html").read_text()
+    assert page.count('class="plotly-graph-div"') == 2
+    assert "Do not report these numbers" in page
