@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fedstill.experiment.comparing.tuning import Trial, Tuning
 from fedstill.files import write_whole
-from fedstill.report.markup import escape
+from fedstill.report.markup import Html, html_table, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.summary import NONE
 
@@ -57,9 +58,10 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
     drawn = [plot(tuning.study, target_name=name) for plot in (plot_optimization_history, plot_slice)] if done else []
     parts = [plotly.io.to_html(f, full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(drawn)]
     head, lines = trial_lines(tuning)
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in line) + "</tr>" for line in (head, *lines))
-    text = "\n".join(["<!DOCTYPE html><html lang='en'><meta charset='utf-8'><title>Tuning</title>", *parts])
     seeds = ", ".join(map(str, tuning.seeds))
-    note = f"<p>Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the values.</p>"
-    write_whole(out, f"{text}\n{note}\n<table>{rows}</table></html>\n".encode())
+    says = f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the values."
+    shown = section("Tuning", sentence(says), Html("\n".join(parts)), html_table(head, lines, "numbers"), name="tuning")
+    css = (resources.files("fedstill.report") / "assets" / "page.css").read_text()
+    top = f"<!DOCTYPE html><html lang='en'><meta charset='utf-8'><title>Tuning</title><style>{css}</style>"
+    write_whole(out, f"{top}<main>{shown.text}</main></html>\n".encode())
     return out
