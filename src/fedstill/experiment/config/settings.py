@@ -18,6 +18,9 @@ from fedstill.topology import Topology
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.screen import Rules
 
+CAME_LATER = {f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"}
+"""Fields of a plan that earlier versions did not have, and their defaults."""
+
 
 @dataclass(frozen=True)
 class NamedTables:
@@ -82,8 +85,12 @@ class Settings(TopKeys):
 
     @property
     def toml(self) -> str:
-        """The text of a run's config.toml."""
-        return as_toml(self.tree)
+        """The text of a run's config.toml; what came later to plans stands there only where it is not the default."""
+        plans = {
+            stage: {k: v for k, v in table.items() if k not in CAME_LATER or v != CAME_LATER[k]}
+            for stage, table in self.tree["plan"].items()
+        }
+        return as_toml({**self.tree, "plan": plans})
 
 
 def as_toml(tree: Mapping[str, Any]) -> str:

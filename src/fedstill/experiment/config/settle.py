@@ -56,7 +56,7 @@ def settle(experiment: Experiment) -> Settings:
         privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
         flower=_flower(experiment),
         query=_query(experiment.table("query")),
-        plans=_plans(method, experiment.table("plan"), named_topology),
+        plans=_plans(method, experiment.table("plan"), named_topology, top.rounds),
         method=method,
         topology=named_topology.build(),
         origins=experiment.origins,
@@ -114,7 +114,7 @@ def _number_of_clients(experiment: Experiment) -> int:
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
-def _plans(method: Method, table: Mapping[str, Any], topology: Named) -> dict[str, Plan]:
+def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in plans:
@@ -122,12 +122,23 @@ def _plans(method: Method, table: Mapping[str, Any], topology: Named) -> dict[st
         if name in plans and not isinstance(value, Mapping):
             raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
     common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
-    return {stage: _plan(own, {**common, **table.get(stage, {})}, f"plan.{stage}") for stage, own in plans.items()}
+    both = {stage: {**common, **table.get(stage, {})} for stage in plans}
+    return {stage: _plan(own, both[stage], f"plan.{stage}", rounds) for stage, own in plans.items()}
 
 
-def _plan(default: Plan, given: Mapping[str, Any], where: str) -> Plan:
+def _plan(default: Plan, given: Mapping[str, Any], where: str, rounds: int) -> Plan:
     hints = fields_of_record(Plan)
-    return Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+    plan = Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+    if plan.lr_warmup >= rounds:
+        raise ConfigError(f"{where}.lr_warmup = {plan.lr_warmup} must be below the rounds of the run, {rounds}")
+    if plan.lr_schedule == "step" and plan.lr_decay == 1:
+        raise ConfigError(f"{where}.lr_schedule = 'step' needs lr_decay below 1: what each step multiplies the rate by")
+    if plan.lr_schedule != "cosine":
+        return plan
+    plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)
+    if plan.lr_rounds <= plan.lr_warmup:
+        raise ConfigError(f"{where}.lr_rounds = {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}")
+    return plan
 
 
 def _flower(experiment: Experiment) -> FlowerTable:
