@@ -74,10 +74,11 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
         quiet: No progress bar.
     """
     from fedstill.experiment.progress import Interrupted
+    from fedstill.experiment.run_directory.begun import settings_of
     from fedstill.experiment.running import runner
     from fedstill.report.terminal import Bar
 
-    settings = runner.settings_of(directory)
+    settings = settings_of(directory)
     with tracebacks(debug), Bar(settings.rounds, settings.named.method.name, quiet=quiet) as bar:
         try:
             result = runner.resume(directory, watch=bar, debug=debug)

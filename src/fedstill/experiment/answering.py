@@ -19,8 +19,8 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.experiment.running.runner import settings_of
 from fedstill.fields import as_table
 from fedstill.files import digest
 from fedstill.fitting import FIT, probed

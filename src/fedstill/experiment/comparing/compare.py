@@ -157,7 +157,7 @@ def check_folder(variant: Variant) -> None:
 
 def other_settings(variant: Variant) -> list[str]:
     """The dotted keys of which the run in a variant's folder has other values; none where there is no run."""
-    from fedstill.experiment.running.runner import settings_of
+    from fedstill.experiment.run_directory.begun import settings_of
 
     if not (variant.folder / "config.toml").is_file():
         return []

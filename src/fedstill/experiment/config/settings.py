@@ -21,6 +21,9 @@ from fedstill.wire.screen import Rules
 CAME_LATER = {f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"}
 """Fields of a plan that earlier versions did not have, and their defaults."""
 
+STARTS = ("start_from", "start_from_partial")
+"""Keys that stand in a config only where they are set."""
+
 
 @dataclass(frozen=True)
 class NamedTables:
@@ -66,11 +69,11 @@ class Settings(TopKeys):
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it must not change."""
-        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name != "start_from"}
+        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
         named = self.named
         return {
             **top,
-            **({"start_from": self.start_from} if self.start_from else {}),
+            **{key: value for key in STARTS if (value := getattr(self, key))},
             "data": as_table(self.data),
             "partition": named.partition.table,
             "topology": {**named.topology.table, "clients": self.clients},

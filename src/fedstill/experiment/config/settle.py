@@ -180,6 +180,8 @@ def _device(value: str) -> Any:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
+    if settings.start_from_partial and not settings.start_from:
+        raise ConfigError("start_from_partial = true needs start_from, the model of which parts are taken")
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     if settings.named.topology.name == "peer_to_peer" and settings.rounds > 1:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.preparing.start_weights import weights
+from fedstill.experiment.preparing.start_weights import Start, start_of
 from fedstill.keys import seed_for
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
@@ -19,7 +19,7 @@ class RunWorld:
     """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
-    ``public``: how many public images there are.
+    ``public``: how many public images there are. ``start``: what ``start_from`` gave.
     """
 
     clients: int
@@ -31,6 +31,7 @@ class RunWorld:
     client_models: tuple[ModelSpec, ...] = ()
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
+    start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     def model(self, client: int) -> ModelSpec:
@@ -64,4 +65,6 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
     """The world in which the server's architecture has the parameters that ``start_from`` names, if it names any."""
     if not settings.start_from:
         return world
-    return replace(world, _initial={world.server_model: weights(settings.start_from, world.server_model)})
+    spec = world.server_model
+    start = start_of(settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial)
+    return replace(world, _initial={spec: start.params}, start=start)

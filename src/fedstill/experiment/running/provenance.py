@@ -14,6 +14,7 @@ import torch
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.preparing.start_weights import seal
 from fedstill.experiment.run_directory.journal import Journal
 from fedstill.files import digest
@@ -33,13 +34,17 @@ def software() -> dict[str, str]:
     }
 
 
-def versions(settings: Settings) -> dict[str, Any]:
-    """Fields of the event ``start``: versions, and SHA-256 of files that the config names."""
-    return {
-        **software(),
-        "sources": sources(settings),
-        **({"start_from": seal(start)} if (start := settings.start_from) else {}),
-    }
+def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
+    """Fields of the event ``start``: versions, SHA-256 of files that the config names, and what was taken of a model
+    that fits in parts only, of which there is a warning too.
+    """
+    said: dict[str, Any] = {**software(), "sources": sources(settings)}
+    if settings.start_from:
+        said["start_from"] = seal(settings.start_from)
+    if settings.start_from_partial and (start := world.start):
+        log.warning("start_from = %r: %s", settings.start_from, start)
+        said |= {"start_from_new": list(start.new), "start_from_left_out": list(start.left_out)}
+    return said
 
 
 def sources(settings: Settings) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,10 +15,8 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError, CorruptFile, RunExists
-from fedstill.experiment.config.earlier import as_it_began
-from fedstill.experiment.config.experiment import Experiment, from_tree
-from fedstill.experiment.config.settings import Settings
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of
@@ -28,6 +25,7 @@ from fedstill.experiment.on_flower.submitted import elsewhere, submit
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.progress import Interrupted, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
@@ -109,18 +107,6 @@ def resume(
             return driver.go()
 
 
-def settings_of(folder: Path) -> Settings:
-    """The settings of an existing run."""
-    path = folder / "config.toml"
-    try:
-        tree = tomllib.loads(path.read_bytes().decode())
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptFile(f"{path} cannot be read: {error}") from error
-    return settle(from_tree(as_it_began(tree), {}, folder))
-
-
 @dataclass
 class _Driver:
     """One run from here to its end."""
@@ -157,7 +143,9 @@ class _Driver:
     def _start(self) -> Result:
         with part(self.method, "setup", "before round 1"):
             state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
-        self.journal.write("start", seconds_since_1970=time.time(), **versions(self.settings), **self.measuring.split())
+        self.journal.write(
+            "start", seconds_since_1970=time.time(), **versions(self.settings, self.world), **self.measuring.split()
+        )
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self, self.settings.rules)
