@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
+
+OnRound = Callable[[dict[str, Any]], object]
+"""Called in Python after each round, with the fields of the journal's event."""
 
 
 class Progress(Protocol):

@@ -77,6 +77,8 @@ def read_named(
 def resolved_name(kind: str, name: str, base: Path | None) -> str:
     """A name as it stands in a run's config.toml: that of a file by its whole path."""
     registry.lookup(kind, name, base)
+    if name.startswith(registry.LIVE):
+        return name
     path, colon, attribute = name.partition(":")
     return str(((base or Path.cwd()) / path).resolve()) + colon + attribute if path.endswith(".py") else name
 

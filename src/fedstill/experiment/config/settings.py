@@ -14,6 +14,7 @@ from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTab
 from fedstill.fields import Count, as_table
 from fedstill.method import Method
 from fedstill.records import Plan
+from fedstill.registry import LIVE
 from fedstill.topology import Topology
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.screen import Rules
@@ -65,6 +66,12 @@ class Settings(TopKeys):
     def on_sites(self) -> bool:
         """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
         return self.engine == "flower" and self.flower.data == "sites"
+
+    @property
+    def lives(self) -> list[str]:
+        """Names of what was handed over in Python, and exists in this process only."""
+        named = self.named
+        return [n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)]
 
     @cached_property
     def tree(self) -> dict[str, Any]:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from fedstill import registry
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.named_tables import NAMED, Named, read_named, resolved_name
+from fedstill.experiment.config.named_tables import Named, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.settings import NamedTables, Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
@@ -92,12 +91,7 @@ def _data(experiment: Experiment) -> DataTable:
 
 
 def _method(experiment: Experiment) -> tuple[Named, Method]:
-    live = experiment.method
-    if isinstance(live, Method):
-        given = {NAMED["method"][0]: registry.name_of("method", type(live)), **as_table(live)}
-    else:
-        given = experiment.table("method")
-    named = read_named("method", given, experiment.base)
+    named = read_named("method", experiment.table("method"), experiment.base)
     built = named.build()
     if not isinstance(built, Method):
         raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
@@ -180,6 +174,8 @@ def _device(value: str) -> Any:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
+    if settings.lives and settings.engine == "flower" and (settings.flower.federation or settings.flower.grid == "ray"):
+        raise ConfigError(f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that")
     if settings.start_from_partial and not settings.start_from:
         raise ConfigError("start_from_partial = true needs start_from, the model of which parts are taken")
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:

@@ -18,7 +18,9 @@ from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.preparing.start_weights import seal
 from fedstill.experiment.run_directory.journal import Journal
 from fedstill.files import digest
+from fedstill.live_code import fingerprint
 from fedstill.records import State
+from fedstill.registry import LIVE
 from fedstill.version import VERSION
 
 log = logging.getLogger("fedstill.resume")
@@ -48,19 +50,22 @@ def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
 
 
 def sources(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each file of the user's own code that the config names, by path."""
+    """SHA-256 of each file of the user's own code that the config names, by path, and of what came from Python."""
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
     paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
-    return {path: digest(Path(path).read_bytes()) for path in paths}
+    files = {path: digest(Path(path).read_bytes()) for path in paths}
+    each = (named.method, named.model, named.partition)
+    return files | {one.name: fingerprint(one.kind, one.name) for one in each if one.name in settings.lives}
 
 
 def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
     for path, sha in sources(settings).items():
         if start["sources"].get(path) != sha:
-            raise CorruptFile(f"{path} is not the file that the run was started with; restore the original to resume")
+            what = "the code" if path.startswith(LIVE) else "the file"
+            raise CorruptFile(f"{path} is not {what} that the run was started with; restore the original to resume")
     if (place := settings.start_from) and start.get("start_from") != seal(place):
         raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
 

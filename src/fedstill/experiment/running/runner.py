@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of
 from fedstill.experiment.on_flower.simulated import simulate
-from fedstill.experiment.on_flower.submitted import elsewhere, submit
+from fedstill.experiment.on_flower.submitted import elsewhere, refuse_calls, submit
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.progress import Interrupted, Progress, Quiet
+from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -51,12 +51,15 @@ def run(
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool | None = None,
+    on_round: OnRound | None = None,
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
     ``data``: a data set in memory, instead of the one that the config names. ``grid``: for ``engine = "flower"``, the
     Flower grid whose nodes are the clients; without one they work in this process. ``debug``: the first client that
     fails ends the run with ClientFailed, its own exception chained; unset, in tests with ``engine = "serial"`` only.
+    ``on_round``: called after every round with what the journal says of it; what it raises ends the run, and ``resume``
+    goes on with that round measured again.
     Raises a ConfigError before anything is trained, RunExists for a directory that holds something,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
@@ -70,14 +73,15 @@ def run(
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None)
     if where == "ray":
-        return simulate(settings, data, folder, lambda ray: run(experiment, folder, data, watch, ray, debug))
+        return simulate(settings, data, folder, lambda ray: run(experiment, folder, data, watch, ray, debug, on_round))
     if where:
+        refuse_calls(on_round)
         return submit(settings, folder, False, watch or Quiet())
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", prepared.settings.toml.encode())
-        with closing(_Driver(prepared, folder, watch or Quiet(), grid, debug)) as driver:
+        with closing(_Driver(prepared, folder, watch or Quiet(), grid, debug, on_round)) as driver:
             return driver.go()
 
 
@@ -87,23 +91,27 @@ def resume(
     watch: Progress | None = None,
     grid: Grid | None = None,
     debug: bool | None = None,
+    on_round: OnRound | None = None,
+    **live: Any,
 ) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
 
-    ``debug``: as for ``run``.
+    ``debug``, ``on_round``: as for ``run``. ``live``: ``method``, ``model`` or ``partition``, the class, network or
+    function that the run was given in Python, where another process began it. Raises CorruptFile if it is another one.
     """
     folder = Path(directory)
-    settings = settings_of(folder)
+    settings = settings_of(folder, **live)
     debug = debugged(debug, settings.engine)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug))
+            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug, on_round))
+        refuse_calls(on_round)
         return submit(settings, folder, True, watch or Quiet())
     with locked(folder):
         if (folder / "summary.json").is_file():
             return Result.of(folder)
         sweep(folder)
-        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, debug)) as driver:
+        with closing(_Driver(prepare(settings, data), folder, watch or Quiet(), grid, debug, on_round)) as driver:
             return driver.go()
 
 
@@ -116,6 +124,7 @@ class _Driver:
     watch: Progress
     grid: Grid | None = None
     debug: bool = False
+    on_round: OnRound | None = None
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -180,6 +189,8 @@ class _Driver:
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
             self.journal.write("round", **event)
             self.watch.round(event, last)
+            if self.on_round is not None:
+                self.on_round(dict(event))
         self.journal.sync()
         rounds = [e for e in journals.read_journal(self.folder / "journal.jsonl") if e["event"] == "round"]
         write_result(self.folder, state, summary_of(self.settings, rounds, self.measuring.seconds))
