@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill import docstrings
+from fedstill import beside, docstrings
 from fedstill.errors import ConfigError, UnknownName
 
 HOMES = {
@@ -186,7 +186,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
     # By path and content: a file that was mended, in a notebook say, is another module.
     name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
-    if name in sys.modules:
+    if name in sys.modules and not beside.stale(path.parent):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -195,7 +195,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
 
     def execute() -> ModuleType:
-        loader.exec_module(module)
+        with beside.importable(path.parent):
+            loader.exec_module(module)
         return module
 
     try:

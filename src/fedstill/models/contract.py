@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod, on_one_line
@@ -49,6 +50,8 @@ def build(spec: ModelSpec) -> nn.Module:
         raise ConfigError(f"model {spec.name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model {spec.name!r} made a {type(made).__name__}, not a torch.nn.Module")
+    if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
+        raise ConfigError(f"model {spec.name!r} has lazy layers, whose sizes only a first batch tells; write them")
     return with_widths(made, spec.widths) if spec.widths else made
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.beside import files_of
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.settings import Settings
@@ -49,12 +50,15 @@ def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
     return said
 
 
-def sources(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each file of the user's own code that the config names, by path, and of what came from Python."""
+def sources(settings: Settings, beside: bool = True) -> dict[str, str]:
+    """SHA-256 of each file of the user's own code that the config names, and of modules beside it, by path; and of what
+    came from Python.
+    """
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
-    paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
+    own = {Path(n.partition(":")[0]) for n in names if ".py" in n}
+    paths = sorted({str(path) for file in own for path in (files_of(file) if beside else [file])})
     files = {path: digest(Path(path).read_bytes()) for path in paths}
     each = (named.method, named.model, named.partition)
     return files | {one.name: fingerprint(one.kind, one.name) for one in each if one.name in settings.lives}
@@ -62,8 +66,9 @@ def sources(settings: Settings) -> dict[str, str]:
 
 def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
+    named, before = sources(settings, beside=False), start["sources"]
     for path, sha in sources(settings).items():
-        if start["sources"].get(path) != sha:
+        if before.get(path, "" if path in named else sha) != sha:  # an earlier version noted no modules beside a file
             what = "the code" if path.startswith(LIVE) else "the file"
             raise CorruptFile(f"{path} is not {what} that the run was started with; restore the original to resume")
     if (place := settings.start_from) and start.get("start_from") != seal(place):
