@@ -78,6 +78,21 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
     return values
 
 
+def held(hint: Any, default: Any) -> bool:
+    """Whether a config can hold what an annotation allows, and a default.
+
+    >>> held(int, 3), held(Any, print), held(Iterator[TypeAdapter], None)
+    (True, False, False)
+    """
+    if isinstance(default, (tuple, list)):
+        return all(held(Any, one) for one in default) and held(hint, None)
+    try:
+        _adapter(hint)
+    except ConfigError:
+        return False
+    return default is ... or default is None or isinstance(default, (bool, int, float, str))
+
+
 def fields_of_record(record: type) -> Fields:
     """What may be set of a dataclass: its fields with their annotations and defaults."""
     return {f.name: (_hints(record)[f.name], _default(f)) for f in fields(record)}

@@ -1,13 +1,15 @@
-"""How a stage trains, as a record: the settings of a paper, or of a config's ``[plan.STAGE]``."""
+"""Plan: how a stage trains, and the learning rate of each round."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, check_ranges
+from fedstill.errors import ConfigError
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Share, check_ranges
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,41 @@ class Plan:
     """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
     """Which model a visit ends with: that of the last epoch, or of the best score."""
+    lr_schedule: Literal["constant", "step", "cosine"] = "constant"
+    """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as half a cosine."""
+    lr_step: Count = 1
+    """After how many rounds each lr_decay comes, with lr_schedule = "step"."""
+    lr_end: Share = 0.0
+    """The share of lr that the cosine comes down to when its rounds are over."""
+    lr_warmup: CountOrZero = 0
+    """Rounds in which the learning rate rises in equal steps, before the first one with lr itself."""
+    lr_rounds: CountOrZero = 0
+    """Rounds after which the cosine, its warm-up included, has come down; 0: those of the run."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
 
     def lr_at(self, round: int) -> float:
-        """The learning rate of a round (1 is the first)."""
-        return float(self.lr * self.lr_decay ** max(round - 1, 0))
+        """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run has the same.
+
+        With W = ``lr_warmup``, T = ``lr_rounds`` and t = round - 1 - W, the rounds since the warm-up:
+        lr (round / (W + 1)) while t < 0; then lr lr_decay^t ("constant"), lr lr_decay^floor(t / lr_step) ("step"), or
+        lr (e + (1 - e) (1 + cos(pi t / (T - W))) / 2) with e = ``lr_end`` ("cosine", without ``lr_decay``).
+        Source: Loshchilov & Hutter, "SGDR" (2017), equation 5, without restarts; Goyal et al., "Accurate, Large
+        Minibatch SGD" (2017), section 2.2, for the warm-up.
+        Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round after the last: no
+        round trains with a rate of 0. Rounds beyond the last have the last one's.
+        """
+        since = max(round, 1) - 1 - self.lr_warmup
+        if since < 0:
+            return float(self.lr * (max(round, 1) / (self.lr_warmup + 1)))
+        if self.lr_schedule == "cosine":
+            length = self.lr_rounds - self.lr_warmup
+            if length < 1:
+                raise ConfigError(
+                    f"plan: lr_rounds = {self.lr_rounds} and lr_warmup = {self.lr_warmup} leave the cosine no round"
+                )
+            share = (1 + math.cos(math.pi * min(since, length - 1) / length)) / 2
+            return float(self.lr * (self.lr_end + (1 - self.lr_end) * share))
+        times = since // self.lr_step if self.lr_schedule == "step" else since
+        return float(self.lr * self.lr_decay**times)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
-from fedstill import docstrings
+from fedstill import beside, docstrings
 from fedstill.errors import ConfigError, UnknownName
 
 HOMES = {
@@ -35,7 +35,7 @@ HOMES = {
 
 GIVEN = {
     "partition": {"labels", "clients", "seed"},
-    "model": {"input_shape", "classes"},
+    "model": {"input_shape", "in_channels", "classes", "num_classes"},
     "dataset": {"folder"},
 }
 """Parameters that the library supplies, and that are therefore no fields of a config."""
@@ -61,10 +61,7 @@ class Entry:
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:
         """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
-        source = self.target
-        if inspect.isclass(source) and not is_dataclass(source):
-            source = source.__init__
-        hints = get_type_hints(source, include_extras=True)
+        hints = get_type_hints(_annotated(self.target), include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():
             if name in GIVEN.get(self.kind, ()) or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -83,9 +80,21 @@ class Entry:
         return self.target(*given, **{**self.preset, **fields})
 
 
+def _annotated(target: Any) -> Any:
+    """Where the annotations of what can be called are: of a class, a function, a partial one, or another object."""
+    while isinstance(target, functools.partial):
+        target = target.func
+    if inspect.isclass(target):
+        return target if is_dataclass(target) else target.__init__
+    return target if inspect.isroutine(target) else type(target).__call__
+
+
 _entries: dict[tuple[str, str], Entry] = {}
 
-_USER = "fedstill_user_"
+LIVE = "python:"
+"""How names of things begin that were handed over from Python, and that another process cannot import."""
+
+USER = "fedstill_user_"
 """How modules made from users' files begin; what they register is found by its file: two files may share a name."""
 
 
@@ -98,7 +107,7 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
     def decorate(target: Target) -> Target:
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
         home = entry.target.__module__
-        key = f"{home}:{name}" if home.startswith(_USER) else name
+        key = f"{home}:{name}" if home.startswith(USER) else name
         old = _entries.get((kind, key))
         if old is not None and old.target.__module__ != home:
             raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
@@ -116,7 +125,7 @@ def method(name: str, *, about: str = "", **preset: Any) -> Callable[[Target], T
 def names(kind: str) -> list[str]:
     """The registered names of a kind, sorted."""
     _import_home(kind)
-    return sorted(n for k, n in _entries if k == kind and not n.startswith(_USER))
+    return sorted(n for k, n in _entries if k == kind and not n.startswith((USER, LIVE)))
 
 
 def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
@@ -127,6 +136,12 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
     _import_home(kind)
     if (kind, name) in _entries:
         return _entries[kind, name]
+    if name.startswith(LIVE):
+        raise ConfigError(
+            f"{kind} {name!r} was handed over in Python, and cannot be imported here: "
+            f"resume the run with fedstill.resume(DIRECTORY, {kind}={name.removeprefix(LIVE).partition('-')[0]}), "
+            f"or put it in a file and name that"
+        )
     path, _, attribute = name.partition(":")
     if path.endswith(".py"):
         return _of_module(kind, name, _import_file((base or Path.cwd()) / path), attribute)
@@ -135,13 +150,21 @@ def lookup(kind: str, name: str, base: Path | None = None) -> Entry:
     raise UnknownName(kind, name, names(kind))
 
 
-def name_of(kind: str, target: object) -> str:
-    """The name under which a class or function is registered; raises ConfigError if it is not."""
+def registered_as(kind: str, target: object) -> str:
+    """The name under which a class or function is registered without a preset; empty if it is not."""
     _import_home(kind)
-    for (k, name), entry in _entries.items():
-        if k == kind and entry.target is target and not entry.preset:
-            return name
-    raise ConfigError(f"{target!r} is not a registered {kind}; put @register({kind!r}, 'a-name') above it")
+    return next((n for (k, n), e in _entries.items() if k == kind and e.target is target and not e.preset), "")
+
+
+def enter(entry: Entry) -> None:
+    """Make an entry known under its name, which is not of this kind's yet."""
+    _entries[entry.kind, entry.name] = entry
+
+
+def bound(kind: str, name: str) -> Any:
+    """What a name ``python:Name`` stands for in this process; None if nothing does."""
+    entry = _entries.get((kind, name))
+    return entry.target if entry else None
 
 
 @functools.cache
@@ -162,8 +185,8 @@ def _import_file(path: Path) -> ModuleType:
     if not there:
         raise ConfigError(f"there is no file {path}; paths are relative to the config's folder")
     # By path and content: a file that was mended, in a notebook say, is another module.
-    name = f"{_USER}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
-    if name in sys.modules:
+    name = f"{USER}{path.stem}_{hashlib.sha256(str(path).encode() + path.read_bytes()).hexdigest()[:8]}"
+    if name in sys.modules and not beside.stale(path.parent):
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -172,7 +195,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
 
     def execute() -> ModuleType:
-        loader.exec_module(module)
+        with beside.importable(path.parent):
+            loader.exec_module(module)
         return module
 
     try:

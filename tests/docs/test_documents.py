@@ -75,6 +75,18 @@ def test_a_method_is_added_as_the_page_says(
     assert passing(tmp_path / "test_fedgap.py") == 1
 
 
+def test_a_model_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    follow("add_a_model.md", tmp_path, capsys)
+    assert sys.path == path
+    start = read_journal(tmp_path / "first" / "journal.jsonl")[0]
+    assert sorted(Path(name).name for name in start["sources"]) == ["layers.py", "nets.py"]
+    assert passing(tmp_path / "test_nets.py") == 2
+
+
 def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

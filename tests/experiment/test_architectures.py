@@ -11,7 +11,6 @@ import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned, dealt, words
 from fedstill.experiment.config.experiment import from_tree, load
-from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import SERVER
@@ -29,7 +28,7 @@ def specs(models: object, clients: int = 4, sampled: int = 4) -> list[str]:
     )
     settings = settle(experiment)
     again = settle(from_tree(tomllib.loads(settings.toml), {}, None))
-    assert as_toml(again.tree) == settings.toml, "a run's config.toml resolves to itself"
+    assert again.toml == settings.toml, "a run's config.toml resolves to itself"
     world = prepare(settings, toys.blobs()).world
     assert str(world.model(SERVER)).startswith("logistic"), "the server's is [model]"
     return [str(world.model(c)).replace(", projection=0", "") for c in range(clients)]

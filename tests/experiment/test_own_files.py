@@ -10,12 +10,15 @@ import pytest
 
 import toys
 from fedstill import registry
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.experiment import load
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.begun import settings_of
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.running.runner import run
+from fedstill.experiment.running.provenance import check_sources
+from fedstill.experiment.running.runner import resume, run
 
 METHOD = """
 from dataclasses import dataclass
@@ -251,3 +254,57 @@ def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) 
     second = registry.lookup("method", "mended.py", folder).target
     assert second is not first
     assert registry.lookup("method", "mended.py", folder).target is second
+
+
+LAZY = """
+from torch import nn
+def lazy(num_classes: int, activation=nn.Identity, part: nn.Module = None):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes), activation())
+def of_torchvision(*, weights=None, **kwargs):
+    assert set(kwargs) == {"num_classes"}
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, **{"out_features": kwargs["num_classes"]}))
+def by_channels(in_channels, classes):
+    return nn.Sequential(nn.Conv2d(in_channels, classes, 4), nn.Flatten())
+"""
+
+
+def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "nets.py").write_text(LAZY)
+    for name in ("of_torchvision", "by_channels"):
+        prepare(settle(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))), toys.blobs())
+    lazy = f"model={tmp_path / 'nets.py'}:lazy"
+    assert "has lazy layers, whose sizes only a first batch tells" in problem(folder, lazy)
+    said = problem(folder, lazy, "model.activation='relu'")
+    assert "unknown key 'model.activation'" in said, "what a config cannot hold keeps its default"
+
+
+def test_modules_beside_a_file_are_its_own_and_leave_the_path_as_it_was(tmp_path: Path) -> None:
+    path = list(sys.path)
+    for folder, width in (("one", 3), ("two", 4)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "beside_me.py").write_text(f"WIDTH = {width}\n")
+        (tmp_path / folder / "net.py").write_text("from beside_me import WIDTH\ndef width(): return WIDTH\n")
+
+    def width(folder: str) -> int:
+        return int(registry.lookup("model", "net.py:width", tmp_path / folder).target())
+
+    assert [width("one"), width("two"), width("one")] == [3, 4, 3]
+    (tmp_path / "one" / "beside_me.py").write_text("WIDTH = 30\n")
+    assert [width("one"), width("two")] == [30, 4], "an edit is seen"
+    assert sys.path == path
+
+
+def test_a_run_knows_the_modules_beside_its_files(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear\n")
+    (tmp_path / "net.py").write_text(
+        "from parts import linear\nfrom torch import nn\n"
+        "def net(num_classes):\n    return nn.Sequential(nn.Flatten(), linear(16, num_classes))\n"
+    )
+    run(load(folder / "run.toml", (f"model={tmp_path / 'net.py'}:net", "rounds=2")), tmp_path / "run", toys.blobs())
+    (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "parts.py").write_text("from torch import nn\nlinear = nn.Linear  # the same\n")
+    with pytest.raises(CorruptFile, match=r"parts\.py is not the file that the run was started with"):
+        resume(tmp_path / "run", toys.blobs())
+    start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
+    before = {path: sha for path, sha in start["sources"].items() if not path.endswith("parts.py")}
+    check_sources(settings_of(tmp_path / "run"), {"sources": before})  # earlier versions noted the named files only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,100 @@ def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path: Path) -> None:
     assert _next(tasks[:2], outcomes) is None
     outcomes[0].state = "failed"  # then it is the visit itself that says what is missing
     assert _next(tasks[:2], outcomes) is tasks[0]
+
+
+def saved(first: Path, path: Path, shape: Callable[[dict[str, torch.Tensor]], Any] = dict) -> Path:
+    """A file of torch.save with the first run's model, in some shape."""
+    torch.save(shape(safetensors.torch.load((first / "model.safetensors").read_bytes())), path)
+    return path
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict,
+        lambda own: {"epoch": 3, "state_dict": own, "optimizer": {"state": {}}},
+        lambda own: {"model_state_dict": {f"module.{k}": torch.nn.Parameter(v) for k, v in own.items()}},
+    ],
+    ids=["bare", "nested", "data_parallel"],
+)
+def test_a_state_dict_of_torch_is_the_same_model(shape: Any, old: bool, first: Path, tmp_path: Path) -> None:
+    stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
+    torch.save(shape(stored), tmp_path / "net.pth", _use_new_zipfile_serialization=not old)
+    start = prepare(settle(going_on(tmp_path / "net.pth")), toys.blobs()).world.initial(-1)
+    assert list(start) == ["body.1.weight", "body.1.bias", "head.weight", "head.bias"], "the network's order"
+    assert all(torch.equal(start[k], v) and not start[k].requires_grad for k, v in stored.items())
+
+
+class RunsCode:
+    """What a pickle can do when it is opened."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("was_run"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (torch.nn.Linear(2, 2), ConfigError, "holds more than tensors, and could run code.*state_dict"),
+        (RunsCode(), ConfigError, "holds more than tensors, and could run code"),
+        ({"a": 1.0}, ConfigError, "is no state dict, names with tensors: its 'a' is no tensor"),
+        ({0: torch.zeros(1)}, ConfigError, "its 0 is no tensor"),
+        ([torch.zeros(1)], ConfigError, "it holds a list; write torch.save"),
+        ({}, ConfigError, "it holds a dict"),
+        ({"body.1.weight": torch.zeros(8, 16)}, ConfigError, "its 'body.1.bias' is missing, not .8,. float32"),
+        ({"body.1.bias": torch.zeros(8).to_sparse()}, ConfigError, "'body.1.bias' is .8,. float32, not dense"),
+        ({"body.1.bias": torch.zeros(8, device="meta")}, ConfigError, "'body.1.bias' is .8,. float32, not dense"),
+    ],
+    ids=lambda v: type(v).__name__,
+)
+def test_a_file_of_torch_that_is_no_model_is_refused(
+    value: Any, error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(value, tmp_path / "net.pt")
+    with pytest.raises(error, match=words) as caught:
+        prepare(settle(going_on(tmp_path / "net.pt")), toys.blobs())
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 10, 900], ids=str)
+def test_a_damaged_file_of_torch_is_named(kept: int, first: Path, tmp_path: Path) -> None:
+    path = saved(first, tmp_path / "net.pt")
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(CorruptFile, match=r"net\.pt is damaged, or no file of torch\.save") as caught:
+        prepare(settle(going_on(path)), toys.blobs())
+    assert "\n" not in str(caught.value)
+
+
+def test_what_fits_is_taken_and_the_rest_is_drawn_and_named(
+    first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = {"head.weight": torch.zeros(7, 8), "more": torch.zeros(1)}
+    path = saved(first, tmp_path / "net.pt", lambda own: {**own, **other})
+    experiment = going_on(path, start_from_partial=True)
+    run(experiment, tmp_path / "run", data=toys.blobs())
+    (start,) = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "start"]
+    assert (start["start_from_new"], start["start_from_left_out"]) == (["head.weight"], ["head.weight", "more"])
+    assert (
+        "3 of 4 entries are the file's; 1 entries are new (head.weight); 2 left out (head.weight, more)" in caplog.text
+    )
+    stored = safetensors.torch.load((first / "model.safetensors").read_bytes())
+    drawn = prepare(settle(replace(experiment, start_from="", start_from_partial=False)), toys.blobs()).world.initial(0)
+    ours = prepare(settle(experiment), toys.blobs()).world.initial(0)
+    assert list(ours) == list(drawn)
+    assert all(torch.equal(ours[k], (drawn if k == "head.weight" else stored)[k]) for k in ours)
+    halfway = stopped(experiment, tmp_path / "stopped", 1)
+    resume(halfway, toys.blobs())
+    assert_same_bits(bits(halfway), bits(tmp_path / "run"))
+
+
+def test_a_start_in_parts_without_any_part_is_refused(tmp_path: Path) -> None:
+    torch.save({"head.bias": torch.zeros(6), "more": torch.zeros(5)}, tmp_path / "net.pt")
+    words = r"nothing in it fits mlp.*; the file has head\.bias, more, the network body\.1\.weight, body\.1\.bias, head"
+    with pytest.raises(ConfigError, match=words):
+        prepare(settle(going_on(tmp_path / "net.pt", start_from_partial=True)), toys.blobs())
+    with pytest.raises(ConfigError, match="start_from_partial = true needs start_from"):
+        settle(toys.toy(start_from_partial=True))

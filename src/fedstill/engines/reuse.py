@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock
 
 from fedstill import registry
+from fedstill.beside import files_of
 from fedstill.data.examples import examples_digest
 from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, make_folder, write_whole
@@ -117,11 +118,13 @@ def _is_own(thing: Any) -> bool:
 
 
 def _source(thing: Any) -> str:
-    """The SHA-256 of a user's file that defines a thing; the library's own files are hashed together."""
+    """The SHA-256 of a user's file that defines a thing, with what it imports from its folder; the library's own files
+    are hashed together.
+    """
     if _is_own(thing):
         return ""
     try:
-        return digest(Path(inspect.getfile(thing)).read_bytes())
+        return digest(b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(thing)))))
     except (TypeError, OSError):
         return ""
 

@@ -41,6 +41,7 @@ class Arithmetic:
     rounds: int
     engine: str
     answer: str
+    rates: str
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
@@ -52,6 +53,7 @@ class Arithmetic:
             ("images trained on a round", f"{self.trained:,}"),
             ("optimiser steps a round", f"{self.steps:,}"),
             ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
+            ("learning rates", self.rates),
             ("parameters", f"{self.parameters:,}"),
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
@@ -92,6 +94,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         rounds=settings.rounds,
         engine=_engine(prepared),
         answer=_answer(settings.method),
+        rates=_rates(settings.plans, settings.rounds),
     )
 
 
@@ -178,6 +181,17 @@ def _origin(key: str, origins: Mapping[str, str]) -> str:
 def _answer(method: Method) -> str:
     after = " or ".join(sorted(method.personal))
     return f"each client's own model, after {after}" if after else "the server's"
+
+
+def _rates(plans: Mapping[str, Plan], rounds: int) -> str:
+    """Each stage's learning rate in round 1, in the round where it is highest, and in the last."""
+    said = []
+    for stage, plan in plans.items():
+        rates = [plan.lr_at(r) for r in range(1, rounds + 1)]
+        turns = dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
+        each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
+        said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
+    return "; ".join(said)
 
 
 def _examples(prepared: Prepared, client: int, stage: Stage) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+OnRound = Callable[[dict[str, Any]], object]
+"""Called in Python after each round, with the fields of the journal's event."""
 
 
 class Progress(Protocol):

@@ -9,14 +9,16 @@ width.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
@@ -27,6 +29,12 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
 
 _modules = threading.local()
+RULE = (
+    "a model's parameters named input_shape (channels, height, width), in_channels, classes or num_classes are given "
+    "what the data have; one with **kwargs gets num_classes; the others are fields of [model]"
+)
+"""How classes and channels are handed over to a model."""
+
 _building = threading.Lock()
 """Held while a module is made: initial weights come from the one generator of the process."""
 
@@ -38,12 +46,28 @@ def build(spec: ModelSpec) -> nn.Module:
     """
     entry = registry.lookup("model", spec.name)
     try:
-        made = entry.build(spec.input_shape, spec.classes, **dict(spec.fields))
+        made = entry.build(**_handed(entry.target, spec), **dict(spec.fields))
     except TypeError as error:
-        raise ConfigError(f"model {spec.name!r} must take (input_shape, classes, ...): {error}") from error
+        raise ConfigError(f"model {spec.name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model {spec.name!r} made a {type(made).__name__}, not a torch.nn.Module")
+    if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
+        raise ConfigError(f"model {spec.name!r} has lazy layers, whose sizes only a first batch tells; write them")
     return with_widths(made, spec.widths) if spec.widths else made
+
+
+def _handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
+    """What a constructor is given of the data, by the names of its parameters."""
+    known = {
+        "input_shape": spec.input_shape,
+        "in_channels": spec.input_shape[0],
+        "classes": spec.classes,
+        "num_classes": spec.classes,
+    }
+    named = inspect.signature(target).parameters
+    handed = {name: value for name, value in known.items() if name in named}
+    rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
+    return handed | ({"num_classes": spec.classes} if rest and not {"classes", "num_classes"} & set(named) else {})
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:

@@ -17,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from fedstill.beside import files_of
 from fedstill.data.cache_folder import cache_folder
 from fedstill.data.partition.rules import Labels, Parts
 
@@ -41,7 +42,7 @@ def cached(split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.
 def _path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:
     bare = inspect.unwrap(split)
     try:
-        source = Path(inspect.getfile(bare)).read_bytes()
+        source = b"".join(path.read_bytes() for path in files_of(Path(inspect.getfile(bare))))
     except (TypeError, OSError):
         return None
     name = getattr(bare, "__name__", type(bare).__name__)

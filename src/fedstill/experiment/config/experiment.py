@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.tables import TopKeys
-from fedstill.fields import shown
+from fedstill.fields import as_table, shown
+from fedstill.live_code import name_for
 from fedstill.method import Method
 
 Table = Mapping[str, Any]
@@ -23,14 +26,15 @@ class Experiment(TopKeys):
     """One run as it was asked for: it holds only what differs from the defaults.
 
     The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
-    checked when the run is settled, not here. ``origins`` says where a dotted key came from, ``base`` is the folder
-    that paths are relative to.
+    checked when the run is settled, not here. ``method``, ``model`` and ``partition`` also take what they name: a
+    class, a method with its fields, a network, a function; so does the name in their table. ``origins`` says where a
+    dotted key came from, ``base`` is the folder that paths are relative to.
     """
 
     data: str | Table = field(default_factory=dict)
-    model: str | Table = field(default_factory=dict)
-    method: str | Table | Method = field(default_factory=dict)
-    partition: str | Table = field(default_factory=dict)
+    model: str | Table | Callable[..., nn.Module] = field(default_factory=dict)
+    method: str | Table | Method | type[Method] = field(default_factory=dict)
+    partition: str | Table | Callable[..., Any] = field(default_factory=dict)
     topology: str | Table = field(default_factory=dict)
     plan: Table = field(default_factory=dict)
     clients: Table = field(default_factory=dict)
@@ -43,6 +47,8 @@ class Experiment(TopKeys):
     def table(self, name: str) -> dict[str, Any]:
         """A table as a mapping; raises ConfigError if it is something else."""
         value = getattr(self, name)
+        if name in LIVING:
+            value = _by_name(name, value)
         if isinstance(value, str) and name in (*NAMED, "data"):
             return {NAMED.get(name, ("name", ""))[0]: value}
         if not isinstance(value, Mapping):
@@ -56,6 +62,9 @@ class Experiment(TopKeys):
             _set(tree, key, value)
         return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
 
+
+LIVING = ("method", "model", "partition")
+"""Tables that also take what they name: a class, a function, or an object that can be called."""
 
 KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "base"))
 """Everything that a config may say: keys outside tables, and tables."""
@@ -82,6 +91,17 @@ def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | 
         if key not in KEYS:
             raise UnknownName("key", key, KEYS, where="config")
     return Experiment(**tree, origins=origins, base=base)
+
+
+def _by_name(table: str, value: Any) -> Any:
+    """A table in which what was handed over in Python stands by its name."""
+    key = NAMED[table][0]
+    if isinstance(value, Method):
+        return {key: name_for(table, type(value)), **as_table(value)}
+    if isinstance(value, Mapping):
+        named = value.get(key)
+        return {**value, key: name_for(table, named)} if callable(named) else value
+    return name_for(table, value) if callable(value) else value
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedstill import registry
 from fedstill.errors import ConfigError, on_one_line
-from fedstill.fields import Fields, Seed, checked, shown
+from fedstill.fields import Fields, Seed, checked, held, shown
 
 NAMED = {
     "method": ("name", "fedavg"),
@@ -77,6 +77,8 @@ def read_named(
 def resolved_name(kind: str, name: str, base: Path | None) -> str:
     """A name as it stands in a run's config.toml: that of a file by its whole path."""
     registry.lookup(kind, name, base)
+    if name.startswith(registry.LIVE):
+        return name
     path, colon, attribute = name.partition(":")
     return str(((base or Path.cwd()) / path).resolve()) + colon + attribute if path.endswith(".py") else name
 
@@ -89,6 +91,8 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
         seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
+    if kind == "model":  # a constructor that was not written for a config may have others, which keep their defaults
+        fields = {k: (hint, v) for k, (hint, v) in fields.items() if v is ... or held(hint, v)}
     if seeded:
         fields["seed"] = (Seed | None, None)
     for key, value in DEFAULTS.get(name, {}).items():

@@ -15,9 +15,16 @@ from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.fields import Count, as_table
 from fedstill.method import Method
 from fedstill.records import Plan
+from fedstill.registry import LIVE
 from fedstill.topology import Topology
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.screen import Rules
+
+CAME_LATER = {f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"}
+"""Fields of a plan that earlier versions did not have, and their defaults."""
+
+STARTS = ("start_from", "start_from_partial")
+"""Keys that stand in a config only where they are set."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +78,20 @@ class Settings(TopKeys):
         """Whether its clients are machines of a federation, not parts of a simulation."""
         return self.engine == "flower" and bool(self.flower.federation)
 
+    @property
+    def lives(self) -> list[str]:
+        """Names of what was handed over in Python, and exists in this process only."""
+        named = self.named
+        return [n.name for n in (named.method, named.model, named.partition) if n.name.startswith(LIVE)]
+
     @cached_property
     def tree(self) -> dict[str, Any]:
         """Every value by table, in the order of a run's config.toml, whose bytes are hashed: it must not change."""
-        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name != "start_from"}
+        top = {f.name: getattr(self, f.name) for f in fields(TopKeys) if f.name not in STARTS}
         named = self.named
         return {
             **top,
-            **({"start_from": self.start_from} if self.start_from else {}),
+            **{key: value for key in STARTS if (value := getattr(self, key))},
             "data": as_table(self.data),
             "partition": named.partition.table,
             "topology": {**named.topology.table, "clients": self.clients},
@@ -97,8 +110,12 @@ class Settings(TopKeys):
 
     @property
     def toml(self) -> str:
-        """The text of a run's config.toml."""
-        return as_toml(self.tree)
+        """The text of a run's config.toml; what came later to plans stands there only where it is not the default."""
+        plans = {
+            stage: {k: v for k, v in table.items() if k not in CAME_LATER or v != CAME_LATER[k]}
+            for stage, table in self.tree["plan"].items()
+        }
+        return as_toml({**self.tree, "plan": plans})
 
 
 def as_toml(tree: Mapping[str, Any]) -> str:

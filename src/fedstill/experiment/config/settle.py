@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from fedstill import registry
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.named_tables import NAMED, Named, read_named, resolved_name
+from fedstill.experiment.config.named_tables import Named, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
@@ -60,7 +59,7 @@ def settle(experiment: Experiment) -> Settings:
         privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
         flower=flower,
         query=read_query(experiment.table("query")),
-        plans=_plans(method, experiment.table("plan"), named_topology),
+        plans=_plans(method, experiment.table("plan"), named_topology, top.rounds),
         method=method,
         topology=named_topology.build(),
         origins=experiment.origins,
@@ -96,12 +95,7 @@ def _data(experiment: Experiment) -> DataTable:
 
 
 def _method(experiment: Experiment) -> tuple[Named, Method]:
-    live = experiment.method
-    if isinstance(live, Method):
-        given = {NAMED["method"][0]: registry.name_of("method", type(live)), **as_table(live)}
-    else:
-        given = experiment.table("method")
-    named = read_named("method", given, experiment.base)
+    named = read_named("method", experiment.table("method"), experiment.base)
     built = named.build()
     if not isinstance(built, Method):
         raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
@@ -118,7 +112,7 @@ def _number_of_clients(experiment: Experiment) -> int:
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
-def _plans(method: Method, table: Mapping[str, Any], topology: Named) -> dict[str, Plan]:
+def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in plans:
@@ -126,12 +120,23 @@ def _plans(method: Method, table: Mapping[str, Any], topology: Named) -> dict[st
         if name in plans and not isinstance(value, Mapping):
             raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
     common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
-    return {stage: _plan(own, {**common, **table.get(stage, {})}, f"plan.{stage}") for stage, own in plans.items()}
+    both = {stage: {**common, **table.get(stage, {})} for stage in plans}
+    return {stage: _plan(own, both[stage], f"plan.{stage}", rounds) for stage, own in plans.items()}
 
 
-def _plan(default: Plan, given: Mapping[str, Any], where: str) -> Plan:
+def _plan(default: Plan, given: Mapping[str, Any], where: str, rounds: int) -> Plan:
     hints = fields_of_record(Plan)
-    return Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+    plan = Plan(**checked({k: (hint, getattr(default, k)) for k, (hint, _) in hints.items()}, given, where))
+    if plan.lr_warmup >= rounds:
+        raise ConfigError(f"{where}.lr_warmup = {plan.lr_warmup} must be below the rounds of the run, {rounds}")
+    if plan.lr_schedule == "step" and plan.lr_decay == 1:
+        raise ConfigError(f"{where}.lr_schedule = 'step' needs lr_decay below 1: what each step multiplies the rate by")
+    if plan.lr_schedule != "cosine":
+        return plan
+    plan = replace(plan, lr_rounds=plan.lr_rounds or rounds)
+    if plan.lr_rounds <= plan.lr_warmup:
+        raise ConfigError(f"{where}.lr_rounds = {plan.lr_rounds} must be above lr_warmup = {plan.lr_warmup}")
+    return plan
 
 
 def _flower(experiment: Experiment) -> FlowerTable:
@@ -159,6 +164,10 @@ def _device(value: str) -> Any:
 
 
 def _refuse_contradictions(settings: Settings) -> None:
+    if settings.lives and settings.engine == "flower" and (settings.flower.federation or settings.flower.grid == "ray"):
+        raise ConfigError(f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that")
+    if settings.start_from_partial and not settings.start_from:
+        raise ConfigError("start_from_partial = true needs start_from, the model of which parts are taken")
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     refuse_rounds(settings)

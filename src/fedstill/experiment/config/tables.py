@@ -43,6 +43,8 @@ class TopKeys:
     """Take models that clients trained alone from the cache where they would be the same."""
     start_from: str = ""
     """A run's directory or a model file, with whose weights the run starts."""
+    start_from_partial: bool = False
+    """Whether weights of another network serve too: what fits is taken, the rest is drawn."""
     measure: tuple[str, ...] = ("local",)
     """Measures beside those of the global model."""
     measure_every: Count = 10

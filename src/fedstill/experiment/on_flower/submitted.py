@@ -8,9 +8,9 @@ from typing import Any
 
 from fedstill.deploy.control import Control, NoAnswer, when_it_listens
 from fedstill.deploy.folder import load_federation
-from fedstill.errors import DeployFailed
+from fedstill.errors import ConfigError, DeployFailed
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.progress import Progress
+from fedstill.experiment.progress import OnRound, Progress
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
 
@@ -23,6 +23,12 @@ def elsewhere(settings: Settings) -> str:
     if settings.engine != "flower":
         return ""
     return "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
+
+
+def refuse_calls(on_round: OnRound | None) -> None:
+    """Raise ConfigError for a function of this process that a run elsewhere would have to call."""
+    if on_round is not None:
+        raise ConfigError("on_round is called where the run is, and a federation's run is not in this process")
 
 
 def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:

@@ -61,7 +61,7 @@ class Prepared:
             settings.threads,
             settings.precision,
             self.client_measures(site=site) if measured else ClientMeasures(),
-            kept=self._kept() if settings.reuse and not site else None,
+            kept=self._kept() if settings.reuse and not site and not settings.lives else None,
             privacy=settings.privacy,
             secret=site and settings.on_sites,
         )

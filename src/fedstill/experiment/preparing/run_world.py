@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.preparing.start_weights import weights
+from fedstill.experiment.preparing.start_weights import Start, start_of
 from fedstill.keys import seed_for
 from fedstill.models import contract
 from fedstill.queries import Asking
@@ -21,6 +21,7 @@ class RunWorld:
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
     ``asking``: the rule by which they raise their queries in the run. ``public``: how many public images there are.
+    ``start``: what ``start_from`` gave.
     """
 
     clients: int
@@ -33,6 +34,7 @@ class RunWorld:
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
     asking: Asking | None = None
+    start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
 
     def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> RunWorld:
@@ -70,4 +72,6 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
     """The world in which the server's architecture has the parameters that ``start_from`` names, if it names any."""
     if not settings.start_from:
         return world
-    return replace(world, _initial={world.server_model: weights(settings.start_from, world.server_model)})
+    spec = world.server_model
+    start = start_of(settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial)
+    return replace(world, _initial={spec: start.params}, start=start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -25,7 +26,8 @@ def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> li
     if "seed" in inspect.signature(entry.target).parameters:
         fields["seed"] = settings.seed if own is None else own
     try:
-        parts = [np.asarray(part) for part in cached(entry.target, labels, clients=settings.clients, **fields)]
+        apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
+        parts = [np.asarray(part) for part in apply(labels=labels, clients=settings.clients, **fields)]
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"partition {entry.name} failed: {on_one_line(error)}") from error
     if len(parts) != settings.clients:

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedstill.errors import ConfigError, CorruptFile
+from fedstill.errors import ConfigError, CorruptFile, on_one_line
 from fedstill.files import digest
 from fedstill.models import contract
-from fedstill.records import ModelSpec
+from fedstill.records import ModelSpec, Tensors
 
 FINAL = "model.safetensors"
 """The final global model in a finished run's directory."""
+
+PICKLED = (".pt", ".pth")
+"""How files end that torch.save wrote."""
+
+WRAPPED = ("state_dict", "model_state_dict", "model")
+"""Where training programs put the state dict, in a checkpoint that holds more."""
+
+TO_DO = "write torch.save(model.state_dict(), PATH)"  # which is what we read: tensors, never a pickle of anything else
+
+PARALLEL = "module."
+"""What torch's DataParallel puts before each name."""
 
 
 def file_of(place: str) -> Path:
@@ -25,29 +41,54 @@ def file_of(place: str) -> Path:
     path = Path(place) / FINAL if Path(place).is_dir() else Path(place)
     if not path.is_file():
         raise ConfigError(
-            f"start_from = {place!r}: there is no model; name the directory of a finished run, or a .safetensors file"
+            f"start_from = {place!r}: there is no model; name the directory of a finished run, or a .safetensors, "
+            ".pt or .pth file"
         )
     return path
 
 
-def weights(place: str, spec: ModelSpec) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: all parameters of its architecture; the names of those that the file has not, and of
+    what is in the file and not in them.
+    """
+
+    params: Tensors
+    new: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        new = f"{len(self.new)} entries are new ({', '.join(self.new)})" if self.new else "no entry is new"
+        out = f"{len(self.left_out)} left out ({', '.join(self.left_out)})" if self.left_out else "none left out"
+        return f"{len(self.params) - len(self.new)} of {len(self.params)} entries are the file's; {new}; {out}"
+
+
+def start_of(place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial: bool = False) -> Start:
     """The parameters of an architecture that a run starts from.
 
-    Raises ConfigError for a model of another architecture, CorruptFile for a file that is damaged.
+    ``partial``: entries of the file that fit by name, shape and type are taken, the others are those of ``drawn``.
+    Raises ConfigError for a model of another architecture, or a file of which nothing fits; CorruptFile for a file
+    that is damaged.
     """
-    path = file_of(place)
-    try:
-        stored = safetensors.torch.load(path.read_bytes())
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
-    wanted = contract.initial(spec, 0)
-    for name in sorted({*stored, *wanted}):
-        one, other = (_shape(tensors.get(name)) for tensors in (stored, wanted))
-        if one != other:
-            raise ConfigError(
-                f"start_from = {place!r} is no {spec}: its {name!r} is {one}, not {other}; set [model] as it was there"
-            )
-    return {name: stored[name] for name in wanted}
+    stored, wanted = _stored(file_of(place)), contract.initial(spec, 0)
+    apart = [n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))]
+    if not apart:
+        return Start({name: stored[name] for name in wanted})
+    if not partial:
+        one, other = (_shape(tensors.get(apart[0])) for tensors in (stored, wanted))
+        raise ConfigError(
+            f"start_from = {place!r} is no {spec}: its {apart[0]!r} is {one}, not {other}; set [model] as it was "
+            "there, or start_from_partial = true to take what fits"
+        )
+    new, left = (tuple(n for n in tensors if n in apart) for tensors in (wanted, stored))
+    if len(new) == len(wanted):
+        some = ", ".join(list(stored)[:3])
+        raise ConfigError(
+            f"start_from = {place!r}: nothing in it fits {spec} by name, shape and type; the file has {some}, "
+            f"the network {', '.join(list(wanted)[:3])}"
+        )
+    own = drawn()
+    return Start({n: own[n] if n in new else stored[n] for n in wanted}, new, left)
 
 
 def seal(place: str) -> str:
@@ -55,5 +96,55 @@ def seal(place: str) -> str:
     return digest(file_of(place).read_bytes())
 
 
+def _stored(path: Path) -> dict[str, Tensor]:
+    """The tensors in a file: safetensors, or a state dict that torch.save wrote; nothing in either is run."""
+    if path.suffix in PICKLED:
+        return _state_dict(path)
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            whole: Any = torch.load(path, map_location="cpu", weights_only=True)  # tensors only, never a pickle's code
+    except Exception as error:  # whatever a hostile file makes of it
+        if "weights_only" in str(error):
+            raise ConfigError(
+                f"start_from = {str(path)!r} holds more than tensors, and could run code when it is opened; {TO_DO} "
+                "where it comes from, and name that file"
+            ) from error
+        raise CorruptFile(f"{path} is damaged, or no file of torch.save: {on_one_line(error)[:120]}") from error
+    tensors = _inside(whole)
+    strange = [k for k, v in tensors.items() if not (isinstance(k, str) and isinstance(v, Tensor))]
+    if strange or not tensors:
+        what = f"its {strange[0]!r} is no tensor" if strange else f"it holds a {type(whole).__name__}"
+        raise ConfigError(f"start_from = {str(path)!r} is no state dict, names with tensors: {what}; {TO_DO}")
+    bare = all(name.startswith(PARALLEL) for name in tensors)
+    return {name.removeprefix(PARALLEL) if bare else name: _own(v) for name, v in tensors.items()}
+
+
+def _inside(whole: Any) -> Mapping[Any, Any]:
+    """The state dict in what a file holds; empty where there is none."""
+    if not isinstance(whole, Mapping):
+        return {}
+    return next((whole[k] for k in WRAPPED if isinstance(whole.get(k), Mapping)), whole)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy that shares memory with no other, of what has values and no holes; others as they are, to be refused."""
+    plain = tensor.detach()
+    return plain.clone(memory_format=torch.contiguous_format) if _dense(plain) else plain
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+
+
 def _shape(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor is None:
+        return "missing"
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} {kind}{'' if _dense(tensor) else ', not dense'}"

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
-from fedstill.errors import CorruptFile, RunExists
+from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.config.earlier import as_it_began
-from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.experiment import LIVING, from_tree
+from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
+from fedstill.live_code import bind
+from fedstill.method import Method
+from fedstill.registry import LIVE
 
 
-def settings_of(folder: Path) -> Settings:
-    """The settings of an existing run; raises RunExists where there is none, CorruptFile for one that is damaged."""
+def settings_of(folder: Path, **live: Any) -> Settings:
+    """The settings of an existing run; raises RunExists where there is none, CorruptFile for one that is damaged.
+
+    ``live``: what was handed over from Python when the run began, by table (``method``, ``model``, ``partition``).
+    """
     path = folder / "config.toml"
     try:
         tree = tomllib.loads(path.read_bytes().decode())
@@ -21,4 +29,11 @@ def settings_of(folder: Path) -> Settings:
         raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
+    for table, thing in live.items():
+        if table not in LIVING:
+            raise ConfigError(f"resume takes no {table}: what a run is stands in {path}")
+        name = tree.get(table, {}).get(NAMED[table][0], "")
+        if not name.startswith(LIVE):
+            raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
+        bind(table, name, type(thing) if isinstance(thing, Method) else thing)
     return settle(from_tree(as_it_began(tree), {}, folder))

@@ -11,13 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedstill.beside import files_of
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.preparing.start_weights import seal
 from fedstill.experiment.run_directory.journal import Journal
 from fedstill.files import digest
+from fedstill.live_code import fingerprint
 from fedstill.records import State
+from fedstill.registry import LIVE
 from fedstill.version import VERSION
 
 log = logging.getLogger("fedstill.resume")
@@ -33,31 +37,40 @@ def software() -> dict[str, str]:
     }
 
 
-def versions(settings: Settings) -> dict[str, Any]:
-    """Fields of the event ``start``: versions, and SHA-256 of files that the config names."""
-    return {
-        **software(),
-        "sources": sources(settings),
-        **({"start_from": seal(start)} if (start := settings.start_from) else {}),
-    }
+def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
+    """Fields of the event ``start``: versions, SHA-256 of files that the config names, and what was taken of a model
+    that fits in parts only, of which there is a warning too.
+    """
+    said: dict[str, Any] = {**software(), "sources": sources(settings)}
+    if settings.start_from:
+        said["start_from"] = seal(settings.start_from)
+    if settings.start_from_partial and (start := world.start):
+        log.warning("start_from = %r: %s", settings.start_from, start)
+        said |= {"start_from_new": list(start.new), "start_from_left_out": list(start.left_out)}
+    return said
 
 
-def sources(settings: Settings) -> dict[str, str]:
-    """SHA-256 of each file of the user's own code that the config names, by path."""
+def sources(settings: Settings, beside: bool = True) -> dict[str, str]:
+    """SHA-256 of each file of the user's own code that the config names, and of modules beside it, by path; and of what
+    came from Python.
+    """
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
-    paths = sorted({n.partition(":")[0] for n in names if ".py" in n})
-    return {path: digest(Path(path).read_bytes()) for path in paths}
+    own = {Path(n.partition(":")[0]) for n in names if ".py" in n}
+    paths = sorted({str(path) for file in own for path in (files_of(file) if beside else [file])})
+    files = {path: digest(Path(path).read_bytes()) for path in paths}
+    each = (named.method, named.model, named.partition)
+    return files | {one.name: fingerprint(one.kind, one.name) for one in each if one.name in settings.lives}
 
 
 def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
+    named, before = sources(settings, beside=False), start["sources"]
     for path, sha in sources(settings).items():
-        if start["sources"].get(path) != sha:
-            text = (
-                f"{path} is not the file that the run was started with; restore the original to resume, or begin anew"
-            )
+        if before.get(path, "" if path in named else sha) != sha:  # an earlier version noted no modules beside a file
+            what = "the code" if path.startswith(LIVE) else "the file"
+            text = f"{path} is not {what} that the run was started with; restore the original to resume, or begin anew"
             raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
     if (place := settings.start_from) and start.get("start_from") != seal(place):
         raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")

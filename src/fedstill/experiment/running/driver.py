@@ -1,0 +1,174 @@
+"""The drive through a run: its stages and rounds, what is written when, and how it goes on after a stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedstill.census import run_census
+from fedstill.engines.serial import SerialEngine
+from fedstill.experiment.measures.base import Happened
+from fedstill.experiment.on_flower.carried import engine_of
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
+from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
+from fedstill.experiment.run_directory.result import Result, summary_of, write_result
+from fedstill.experiment.running.measuring import Measuring
+from fedstill.experiment.running.own_answers import evaluated_answers
+from fedstill.experiment.running.provenance import check_sources, note_versions, versions
+from fedstill.files import digest
+from fedstill.method import run_round
+from fedstill.origin import returned
+from fedstill.records import Payload, Reply, Stage, State
+from fedstill.verdicts import part, within
+from fedstill.wire.screen import Refusal
+
+if TYPE_CHECKING:
+    from flwr.serverapp import Grid
+
+log = logging.getLogger("fedstill.run")
+
+
+@dataclass
+class Driver:
+    """One run from where its directory stands to its end; ``watch`` is told of stages and rounds."""
+
+    prepared: Prepared
+    folder: Path
+    watch: Progress
+    grid: Grid | None = None
+    debug: bool = False
+    on_round: OnRound | None = None
+
+    def __post_init__(self) -> None:
+        settings = self.prepared.settings
+        self.settings, self.world, self.method = settings, self.prepared.world, settings.method
+        self.journal = journals.Journal(self.folder / "journal.jsonl")
+        config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
+        self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
+        local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
+        if isinstance(self.engine, SerialEngine):
+            stops = self.debug or settings.rules.failures == "stop"
+            self.engine = replace(self.engine, stops=stops)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
+        self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
+        self.saving = 0.0
+        self.before: State | None = None
+        self.stages: Sequence[Stage] = ()
+
+    def go(self) -> Result:
+        """From the last whole checkpoint; from the beginning if there is none."""
+        restored = self.checkpoints.latest()
+        if restored is None:
+            self.journal.cut(journals.START)
+            return self._start()
+        return self._resume(restored)
+
+    def _start(self) -> Result:
+        with part(self.method, "setup", "before round 1"):
+            state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
+        self.journal.write(
+            "start", seconds_since_1970=time.time(), **versions(self.settings, self.world), **self.measuring.split()
+        )
+        self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
+        if "label_counts" in self.method.requires():
+            state = run_census(state, self.world, self.engine, self, self.settings.rules)
+        else:
+            self._save(state)
+        return self._rounds(state)
+
+    def _resume(self, restored: Restored) -> Result:
+        self.journal.cut(restored.journal)
+        events = journals.read_journal(self.journal.path)
+        check_sources(self.settings, events[0])
+        self.measuring.replay(events)
+        note_versions(self.journal, events, restored.state)
+        self.engine.memory.index.update(restored.memory)
+        self.engine.memory.prune(self.checkpoints.prune(restored.state))
+        self.before = restored.state
+        return self._rounds(restored.state)
+
+    def close(self) -> None:
+        """Close the journal, and end the engine's threads."""
+        self.journal.close()
+        self.engine.close()
+
+    def _rounds(self, state: State) -> Result:
+        last = self.settings.rounds
+        self.watch.started(self.folder, max(1, state.round))
+        while state.round <= last:
+            self.stages = self.settings.topology(state.round, self.world)
+            began, measured = time.perf_counter(), self.measuring.spent
+            state = run_round(self.method, state, self.stages, self.world, self.engine, self, self.settings.rules)
+            saving, self.saving = self.saving, 0.0
+            training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
+            event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
+            self.journal.write("round", **event)
+            self.watch.round(event, last)
+            if self.on_round is not None:
+                self.on_round(dict(event))
+        self.journal.sync()
+        events = journals.read_journal(self.folder / "journal.jsonl")
+        rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
+        write_result(self.folder, state, summary := summary_of(self.settings, rounds, clients, self.measuring.seconds))
+        if "refusals" in summary and isinstance(self.watch, Quiet):  # whoever watches the run shows it
+            log.warning("%s: %s", self.folder, summary["refusals"])
+        return Result.of(self.folder)
+
+    def stage(
+        self,
+        stage: Stage,
+        replies: Sequence[Reply],
+        refused: Sequence[Refusal],
+        downs: Mapping[int, Payload],
+        state: State,
+    ) -> None:
+        """Journal, measure and save a stage that is done (``watch.Watch``)."""
+        began = time.perf_counter()
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.append(event)
+        measured = self.measuring.spent
+        for event in self.measuring.look(self._happened(stage, replies, downs, state)):
+            self.journal.append(event)
+        self.before = state
+        self._save(state)
+        self.saving += time.perf_counter() - began - (self.measuring.spent - measured)
+        self.watch.stage(stage.round, self.settings.rounds, stage.index, len(self.stages))
+        if self.watch.stop():
+            raise Interrupted(str(self.folder))
+
+    def failed(
+        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    ) -> None:
+        """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
+        for event in self.measuring.stage(stage, replies, refused, downs):
+            self.journal.append(event)
+        self.journal.sync()
+
+    def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
+        ends_round = stage.index + 1 == len(self.stages)
+        ends_run = ends_round and stage.round == self.settings.rounds
+        return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
+
+    def _save(self, state: State) -> None:
+        self.engine.memory.prune(self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync()))
+
+    def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
+        torch.set_num_threads(self.settings.threads[1])
+        where = f"after round {state.round - 1}" if state.round > 1 else "before round 1"
+        with part(self.method, "predictors", where):
+            named = evaluated_answers(self.method, state, self.world)
+        return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
+
+    def _identity(self) -> str:
+        """Which run this is, for its clients: the same after a resume, another for every run."""
+        with self.journal.path.open("rb") as file:
+            return digest(file.readline())[:16]
