@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedstill.census import run_census
 from fedstill.experiment.comparing.recipes import load_recipe
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.method import run_census
 from fedstill.records import Stage, State, View
 from fedstill.report import terminal
 from fedstill.watch import Unwatched

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
+from fedstill.census import run_census
 from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.method import run_census, run_round
+from fedstill.method import run_round
 from fedstill.watch import Unwatched
 
 

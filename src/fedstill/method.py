@@ -36,6 +36,7 @@ class Method:
 
     A complete one, and three rounds of it, in which four clients learn to tell dark grey from light:
 
+    >>> import torch
     >>> import fedstill
     >>> from fedstill.data.sources import from_tensors
     >>> from fedstill.experiment.config.settle import settle

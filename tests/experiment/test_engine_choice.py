@@ -10,7 +10,7 @@ import pytest
 import toys
 from fedstill.engines import cost
 from fedstill.engines.cost import Work, forward_flops, suited_engine
-from fedstill.experiment.comparing.compare import check_folder
+from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.explain import arithmetic
@@ -73,4 +73,5 @@ def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:
     run(variant.experiment, variant.folder, data=toys.blobs())
     wanted = variant.experiment.with_values({"data.name": "blobs"}, "test")
     (again,) = variants(wanted, tmp_path, seeds=[7])
-    check_folder(again)
+    make_way(again, overwrite=False)
+    assert (variant.folder / "summary.json").is_file()

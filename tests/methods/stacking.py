@@ -32,7 +32,7 @@ PLAN = {"epochs": 2, "batch": 8, "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-
 def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     """Six clients of unlike sizes, so that batches are padded and some clients end before others."""
     needs = registry.lookup("method", name).build().requires()
-    values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine}
+    values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine, "clients": toys.TOLERANT}
     values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
     values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
     topology = registry.lookup("method", name).build().topology

@@ -156,7 +156,7 @@ class FailingWork(ClientWork):
 
 @pytest.mark.parametrize("where", ["local", "distil"])
 def test_a_client_that_fails_is_left_out_and_named_and_catches_up(where: str, tmp_path) -> None:
-    whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2}
+    whole = {"data": {"public": toys.PUBLIC}, "topology": {"clients": 4}, "rounds": 2, "clients": toys.TOLERANT}
     result = run(toys.toy({"name": "toy_hiper_failing", "where": where}, **whole), tmp_path / "run", data=toys.blobs())
     from fedstill.experiment.run_directory.journal import read_journal
 
@@ -180,7 +180,10 @@ def test_the_mean_is_of_those_who_answered() -> None:
 
 def test_a_stage_that_most_fail_ends_the_run_by_name(tmp_path) -> None:
     experiment = toys.toy(
-        {"name": "toy_hiper_failing", "who": (0, 1, 2)}, data={"public": toys.PUBLIC}, topology={"clients": 4}
+        {"name": "toy_hiper_failing", "who": (0, 1, 2)},
+        data={"public": toys.PUBLIC},
+        topology={"clients": 4},
+        clients=toys.TOLERANT,
     )
     with pytest.raises(TooFewReplies, match="round 1, stage 'local': 1 of 4 clients replied well"):
         run(experiment, tmp_path / "run", data=toys.blobs())

@@ -182,8 +182,8 @@ def test_a_failing_client_is_skipped_and_named_and_the_chain_goes_on(
         return train(work, carry, plan, stage, *more)
 
     monkeypatch.setattr(serial, "train", failing)
-    toy = toys.toy(name, rounds=2, topology=CHAIN, plan={"epochs": 1, "batch": 10, "lr": 0.02})
-    run(toy, tmp_path / "run", data=toys.blobs())
+    plan = {"epochs": 1, "batch": 10, "lr": 0.02}
+    run(toys.toy(name, rounds=2, topology=CHAIN, plan=plan, clients=toys.TOLERANT), tmp_path / "run", data=toys.blobs())
     events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] > 0]
     (refused,) = [e for e in events if "refused" in e]
     assert (refused["round"], refused["stage"]) == (1, 1)
