@@ -26,7 +26,8 @@ class Method:
     """The server's half of a method; its fields are its hyper-parameters. As it stands it is federated averaging.
 
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
-    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "label_counts", "queries").
+    ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "same_features" of networks
+    that may differ, "label_counts", "queries").
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``labelled``: the
     stages that read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's training
     settings by stage. ``personal``: the stages after which a client's own model is its answer; of several, the last in

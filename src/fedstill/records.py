@@ -132,6 +132,9 @@ class Passes(Protocol):
     def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or of another."""
 
+    def features(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+        """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of another."""
+
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
@@ -191,6 +194,20 @@ class View:
         """
         examples = self._of(of)
         return self.passes.logits(params, examples if only is None else examples.take(only), model).cpu()
+
+    def features(
+        self,
+        params: Tensors,
+        of: Literal["data", "public"] = "data",
+        only: Tensor | None = None,
+        model: ModelSpec | None = None,
+    ) -> Tensor:
+        """Features (n, D) of these parameters, in evaluation mode; D is ``models.contract.width`` of their network.
+
+        ``of``, ``only``, ``model``: as for ``logits``. Raises IncompatibleMethod for a network without body and head.
+        """
+        examples = self._of(of)
+        return self.passes.features(params, examples if only is None else examples.take(only), model).cpu()
 
     def gradients(
         self, params: Tensors, loss: Any, batch: int, of: Literal["data", "public"] = "data", seed: int | None = None

@@ -75,6 +75,18 @@ def test_a_method_is_added_as_the_page_says(
     assert passing(tmp_path / "test_fedgap.py") == 1
 
 
+def test_a_prototype_method_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("add_a_prototype_method.md", tmp_path, capsys)
+    models = [read_journal(tmp_path / run / "journal.jsonl")[-1] for run in ("first", "stacked")]
+    assert models[0]["personal_accuracy"] == pytest.approx(models[1]["personal_accuracy"], abs=0.02)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert passing(tmp_path / "test_fedproto.py") == 3
+    del sys.modules["fedproto"]
+
+
 def test_a_model_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

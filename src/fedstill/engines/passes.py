@@ -35,9 +35,9 @@ class ModelPasses:
         """Logits (n, C) in the order of the examples, of this architecture or of another."""
         return self._each(contract.forward, params, images, model)
 
-    def features(self, params: Tensors, images: Examples) -> Tensor:
-        """Penultimate features (n, D) in the order of the examples."""
-        return self._each(contract.features, params, images)
+    def features(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+        """Penultimate features (n, D) in the order of the examples, of this architecture or of another."""
+        return self._each(contract.features, params, images, model)
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
@@ -64,10 +64,13 @@ class ModelPasses:
     ) -> Tensor:
         m = contract.module(model or self.model, "frozen").eval()
         params = {k: channels_last(v.to(images.images.device)) for k, v in params.items()}
-        run = lowered(run, self.precision, images.images.device)
+        run_at = lowered(run, self.precision, images.images.device)
         with torch.no_grad():
-            out = [run(m, params, x) for x in shards(images.images, self.inputs)]
-        return torch.cat(out) if out else torch.zeros(0, self.model.classes)
+            out = [run_at(m, params, x) for x in shards(images.images, self.inputs)]
+        if out:
+            return torch.cat(out)
+        spec = model or self.model
+        return torch.zeros(0, contract.width(spec) if run is contract.features else spec.classes)
 
 
 def correct_by_class(predict: Callable[[Tensor], Tensor], data: Examples, inputs: Inputs, classes: int) -> Tensor:

@@ -93,6 +93,20 @@ def size(spec: ModelSpec) -> int:
     return sum(v.numel() for v in module(spec).state_dict().values())
 
 
+@functools.lru_cache(maxsize=1024)
+def width(spec: ModelSpec) -> int:
+    """D: how many features a model's body gives, which are its head's inputs.
+
+    Raises IncompatibleMethod for a model without body and head, or whose body does not give (B, D).
+    """
+    params = {k: v.detach() for k, v in module(spec, "frozen").eval().state_dict().items()}
+    with torch.no_grad():
+        z = features(module(spec, "frozen"), params, torch.zeros(2, *spec.input_shape))
+    if z.dim() != 2:
+        raise IncompatibleMethod(f"the body of {spec} gives {tuple(z.shape)}, not features (B, D): end it with Flatten")
+    return z.shape[1]
+
+
 def trainable_names(spec: ModelSpec) -> set[str]:
     """The names of parameters; the other entries of a state are buffers."""
     return {name for name, _ in module(spec).named_parameters()}

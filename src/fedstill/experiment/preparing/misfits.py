@@ -11,6 +11,7 @@ from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT
+from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec
 
@@ -39,7 +40,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
     for spec in models:
         _check_runs(spec, sites)
-        missing = sorted(method.requires() & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
+        missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
         if missing:
             what, remedy = ASKED_OF_MODELS[missing[0]]
             raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
@@ -48,6 +49,8 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
             "or choose a method whose clients exchange logits"
         )
+    if "same_features" in method.requires():
+        _check_widths(name, models)
     refuse_unraised(settings, world, sites, schedule)
     if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
@@ -60,6 +63,18 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
+
+
+def _asked_of_models(method: Method) -> frozenset[str]:
+    own = method.requires()
+    return own | {"features"} if "same_features" in own else own
+
+
+def _check_widths(name: str, models: set[ModelSpec]) -> None:
+    widths = {contract.width(spec): str(spec) for spec in sorted(models, key=str)}
+    if len(widths) > 1:
+        each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
+        raise IncompatibleMethod(f"method {name} needs models with the same number of features, and they have: {each}")
 
 
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:

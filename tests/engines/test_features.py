@@ -1,0 +1,120 @@
+"""Features outside of training: what a method gets of them, on every engine; and how many a network has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import toys
+from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
+from fedstill.method import Method
+from fedstill.models import contract
+from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.registry import method, register
+from fedstill.work import ClientWork
+
+
+@method("toy_features")
+@dataclass(frozen=True)
+class MeanFeatures(Method):
+    """The model is averaged, and with it the mean features of clients' data and of the public images."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_features", "public_data"})
+
+    def setup(self, world: World) -> State:
+        return super().setup(world).next(mean=torch.zeros(2, contract.width(world.model(SERVER))))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return SendFeatures()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(params=world.initial(client), mean=torch.zeros(2, contract.width(world.model(client))))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        mean = torch.stack([r.up.tensor("mean") for r in replies]).mean(0)
+        return super().fold(state, replies, stage, world).next(mean=mean)
+
+
+class SendFeatures(ClientWork):
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        first = view.features(down.params, only=torch.tensor([1]))
+        assert torch.allclose(first, view.features(down.params)[1:2])
+        return Carry(down.params)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        means = torch.stack([view.features(params, of).mean(0) for of in ("data", "public")])
+        return Payload(params=params, mean=means), Payload()
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        z = view.features(params)
+        logits = contract.head(contract.module(view.model).eval(), params, z)
+        return {
+            "mean": [round(v, 5) for v in z.double().mean(0).tolist()],
+            "apart": float((logits - view.logits(params)).abs().max() > 1e-5),
+            "none": list(view.features(params, only=torch.zeros(0, dtype=torch.int64)).shape),
+        }
+
+
+@register("model", "toy_unflat")
+class Unflat(nn.Module):
+    """Its body gives maps, not features."""
+
+    def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(input_shape[0], 2, 3)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(8, classes))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def means(engine: str, folder: Path, **changes: Any) -> dict[tuple[int, int], Any]:
+    run(toys.toy("toy_features", engine=engine, data={"public": 20}, **changes), folder, toys.blobs())
+    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"]
+    assert events
+    assert not any("refused" in e or e["apart"] for e in events)
+    assert all(e["none"] == [0, len(e["mean"])] for e in events)
+    return {(e["round"], e["client"]): e["mean"] for e in events}
+
+
+def test_features_are_the_same_on_every_engine(tmp_path: Path) -> None:
+    serial = means("serial", tmp_path / "serial")
+    for engine in ("pooled", "flower"):
+        assert means(engine, tmp_path / engine) == serial
+    stacked = means("vectorised", tmp_path / "stacked")
+    for who, mean in serial.items():
+        assert stacked[who] == pytest.approx(mean, abs=1e-3)
+
+
+def test_features_are_of_evaluation_mode(tmp_path: Path) -> None:
+    assert means("serial", tmp_path / "run", model="toy_batchnorm"), "they agree with the logits of evaluation mode"
+
+
+def test_width_is_what_the_head_takes() -> None:
+    assert contract.width(contract.spec_for("mlp", (1, 4, 4), 5, {"hidden": (8, 3)})) == 3
+    assert contract.width(contract.spec_for("toy_batchnorm", (1, 4, 4), 5)) == 64
+    with pytest.raises(IncompatibleMethod, match=r"the body of toy_unflat gives \(2, 2, 2, 2\), not features"):
+        contract.width(contract.spec_for("toy_unflat", (1, 4, 4), 5))
+
+
+def test_networks_with_other_numbers_of_features_are_refused() -> None:
+    different = toys.toy("toy_features", data={"public": 20}, clients={"models": ["logistic", "mlp"]})
+    with pytest.raises(IncompatibleMethod, match=r"same number of features, and they have: mlp.* 8, logistic.* 16"):
+        prepare(settle(different), toys.blobs())
+    with pytest.raises(IncompatibleMethod, match=r"needs a model with features, and .* has none: give it submodules"):
+        prepare(settle(toys.toy("toy_features", data={"public": 20}, model=bare)), toys.blobs())
+
+
+def bare(input_shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """A network without body and head."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, classes))
