@@ -146,15 +146,12 @@ def test_commands_write_lines_to_the_standard_error(
     (tmp_path / "short.toml").write_text(CONFIG)
     assert call(["run", "short.toml", "--out", "one"]) == 0
     said = capsys.readouterr()
-    assert [line.split(",")[0] for line in said.err.splitlines()] == [
-        "fedavg: 3 rounds",
-        "fedavg: round 1 of 3",
-        "fedavg: round 3 of 3",
-    ]
+    heads = [line.split(",")[0] for line in said.err.splitlines()]
+    assert heads[:2] == ["fedavg: 3 rounds", "fedavg: round 1 of 3"] and heads[-1] == "fedavg: round 3 of 3"
     assert "round 1" not in said.out
     assert call(["compare", "short.toml", "--seeds", "1,2", "--jobs", "1", "--out", "all"]) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].endswith("of 6 rounds in 2 runs, 1 at work, 0 s") or "rounds in 2 runs" in lines[0]
+    assert "of 6 rounds in 2 runs" in lines[0]  # the first look may come when a short run has ended
     assert [line for line in lines if "finished, accuracy" in line] == [
         line for seed in (1, 2) for line in lines if line.startswith(f"fedavg, seed {seed}: finished, accuracy")
     ]

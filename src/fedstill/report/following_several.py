@@ -95,16 +95,17 @@ class RunLines:
         """Nothing: every run has had its last line."""
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
-        """Say what has ended, and from time to time how far all are."""
+        """Say how far all are, at first and from time to time, and what has ended."""
+        for outcome in outcomes:
+            if outcome.state != "waiting":
+                self._before.setdefault(outcome.variant.folder, outcome.done)
+        if self.clock() - self._last >= EVERY:
+            self._say(self._far(outcomes))
         for outcome in outcomes:
             folder = outcome.variant.folder
-            if outcome.state != "waiting":
-                self._before.setdefault(folder, outcome.done)
             if outcome.state in ENDS and folder not in self._ended:
                 self._ended.add(folder)
                 self._say(f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of {len(outcomes)} runs")
-        if self.clock() - self._last >= EVERY:
-            self._say(self._far(outcomes))
 
     def _far(self, outcomes: Sequence[Outcome]) -> str:
         done, rounds = sum(o.done for o in outcomes), sum(o.rounds for o in outcomes)
