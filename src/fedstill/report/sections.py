@@ -55,7 +55,10 @@ def results_section(groups: Sequence[Group], style: Style) -> Html:
 def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
-    forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
+    forgetting = (
+        "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better; "
+        "below 0, they are above it."
+    )
     figures = [
         figure([lines(groups, style, key, **PERCENT)], text, title)
         for key, text, title in (

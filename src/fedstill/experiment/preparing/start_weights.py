@@ -45,7 +45,8 @@ def weights(place: str, spec: ModelSpec) -> dict[str, Tensor]:
         one, other = (_shape(tensors.get(name)) for tensors in (stored, wanted))
         if one != other:
             raise ConfigError(
-                f"start_from = {place!r} is no {spec}: its {name!r} is {one}, not {other}; set [model] as it was there"
+                f"start_from = {place!r} is no {spec.label}: its {name!r} is {one}, not {other}; "
+                "set [model] as it was there"
             )
     return {name: stored[name] for name in wanted}
 

@@ -16,7 +16,7 @@ from fedstill.errors import CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.refusals import Refusals
-from fedstill.files import write_whole
+from fedstill.files import short_name, write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
@@ -74,10 +74,10 @@ def summary_of(
     """
     accuracies = [e["accuracy"] for e in history]
     return {
-        "method": settings.named.method.name,
-        "dataset": settings.data.name,
-        "partition": settings.named.partition.name,
-        "topology": settings.named.topology.name,
+        "method": settings.named.method.label,
+        "dataset": short_name(settings.data.name),
+        "partition": settings.named.partition.label,
+        "topology": settings.named.topology.label,
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,
