@@ -7,6 +7,7 @@ where the file registers one) or an import path (``"package.module:FedMine"``): 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -239,15 +240,11 @@ def _refuse_undecorated(entry: Entry) -> None:
             continue
         fields = [name for name, hint in inspect.get_annotations(one).items() if "ClassVar" not in str(hint)]
         if fields:
-            raise ConfigError(
-                f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that no config can set: "
-                "write @dataclass(frozen=True) above its class"
-            )
+            what = f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that no config can set"
+            raise ConfigError(f"{what}: write @dataclass(frozen=True) above its class")
 
 
 def _place(thing: type) -> str:
-    """Where a class is written, if that can be read."""
-    try:
+    with contextlib.suppress(OSError, TypeError):  # its source may be gone
         return f" ({Path(inspect.getfile(thing)).name}, line {inspect.getsourcelines(thing)[1]})"
-    except (OSError, TypeError):
-        return ""
+    return ""

@@ -21,7 +21,13 @@ from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method, register
+from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
+
+
+def blank(world: World, client: int) -> torch.Tensor:
+    """Two means of features, in the network's type."""
+    return torch.zeros(2, contract.width(world.model(client)), dtype=dtype_of(world.initial(client)))
 
 
 @method("toy_features")
@@ -32,13 +38,13 @@ class MeanFeatures(Method):
     needs: ClassVar[frozenset[str]] = frozenset({"same_features", "public_data"})
 
     def setup(self, world: World) -> State:
-        return super().setup(world).next(mean=torch.zeros(2, contract.width(world.model(SERVER))))
+        return super().setup(world).next(mean=blank(world, SERVER))
 
     def work(self, stage: Stage) -> ClientWork:
         return SendFeatures()
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(params=world.initial(client), mean=torch.zeros(2, contract.width(world.model(client))))
+        return Payload(params=world.initial(client), mean=blank(world, client))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         mean = torch.stack([r.up.tensor("mean") for r in replies]).mean(0)
