@@ -29,12 +29,27 @@ class ConfigError(FedstillError):
 
 
 class UnknownName(ConfigError):
-    """A method, model, dataset, partition, topology, measure or key that does not exist."""
+    """A method, model, dataset, partition, topology, measure or key that does not exist.
 
-    def __init__(self, what: str, name: str, known: Iterable[str], where: str = "") -> None:
+    ``todo``: what to write instead, where that is known better than by the nearest of the ``known`` names.
+    """
+
+    def __init__(self, what: str, name: str, known: Iterable[str], where: str = "", todo: str = "") -> None:
         self.name = name
         said = name if len(name) <= 80 else name[:79] + "…"
-        super().__init__(f"{where + ': ' if where else ''}unknown {what} {said!r}; {suggestion(name, known)}")
+        super().__init__(f"{where + ': ' if where else ''}unknown {what} {said!r}; {todo or suggestion(name, known)}")
+
+
+class UnknownKeys(ConfigError):
+    """Keys that a table of a config does not have; ``wrong``: what else is wrong with it.
+
+    ``keys``: (table, key, what to do) of each; the table is empty for keys outside all tables.
+    """
+
+    def __init__(self, wrong: Sequence[str], keys: Sequence[tuple[str, str, str]]) -> None:
+        self.wrong, self.keys = wrong, keys
+        unknown = [f"unknown key {f'{table}.{key}' if table else key!r}; {todo}" for table, key, todo in keys]
+        super().__init__("; ".join([*wrong, *unknown]))
 
 
 class DataError(ConfigError):

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from annotated_types import Interval, Len
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from fedstill.errors import ConfigError, on_one_line, suggestion
+from fedstill.errors import ConfigError, UnknownKeys, on_one_line, suggestion
 
 Positive = Annotated[float, Interval(gt=0, le=1e9)]
 NonNegative = Annotated[float, Interval(ge=0, le=1e9)]
@@ -55,7 +55,7 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
     """Every field's value, given (a list counts as a tuple) or by default.
 
     ``where``: the table, which goes before each key in the message. Raises ConfigError with one line for all that is
-    wrong: values, missing fields, and unknown keys with the nearest known one.
+    wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known one.
     """
     values, wrong = dict[str, Any](), list[str]()
     for key, (hint, default) in fields.items():
@@ -70,9 +70,9 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
             wrong += [f"{name} is missing, and has no default"] if default is ... else []
         elif why := problem(hint, value):
             wrong.append(f"{name} = {why}")
-    for key in map(str, given):
-        if key not in fields:
-            wrong.append(f"unknown key {f'{where}.{key}' if where else key!r}; {suggestion(key, fields)}")
+    unknown = [(where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields]
+    if unknown:
+        raise UnknownKeys(wrong, unknown)
     if wrong:
         raise ConfigError("; ".join(wrong))
     return values

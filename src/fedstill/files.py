@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from fedstill.errors import DiskFull
 
@@ -68,6 +68,15 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise as_named(error, path) from error
+
+
+def short_name(name: str) -> str:
+    """A name as people read it: of a file by its whole path, the file.
+
+    >>> short_name("/home/me/mine.py:Mine"), short_name("owner/name")
+    ('mine.py:Mine', 'owner/name')
+    """
+    return PurePath(name).name if PurePath(name).is_absolute() else name
 
 
 def digest(data: bytes) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fedstill.files import short_name
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -21,6 +23,15 @@ class ModelSpec:
     widths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        """All of it: the seed of initial weights is made of this."""
+        return self._with_options(self.name)
+
+    @property
+    def label(self) -> str:
+        """The same as people read it, without the folder of a file."""
+        return self._with_options(short_name(self.name))
+
+    def _with_options(self, name: str) -> str:
         widths = [("widths", self.widths)] if self.widths else []
         options = ", ".join(f"{k}={v}" for k, v in [*self.fields, *widths])
-        return f"{self.name}({options})" if options else self.name
+        return f"{name}({options})" if options else name

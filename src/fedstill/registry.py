@@ -7,6 +7,7 @@ where the file registers one) or an import path (``"package.module:FedMine"``): 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -222,7 +223,28 @@ def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entr
             raise UnknownName(
                 kind, attribute, [n for n in vars(module) if not n.startswith("_")], where=module.__name__
             )
-        return next((e for e in own if e.target is target), Entry(kind, name, target))
-    if len(own) != 1:
+        entry = next((e for e in own if e.target is target), Entry(kind, name, target))
+    elif len(own) != 1:
         raise ConfigError(f"{kind} {name!r}: the file registers {len(own)} of them; name one as {name!r} + ':Name'")
-    return own[0]
+    else:
+        entry = own[0]
+    _refuse_undecorated(entry)
+    return entry
+
+
+def _refuse_undecorated(entry: Entry) -> None:
+    """Raise ConfigError for a class with fields below a dataclass that is none itself: a config could not set them."""
+    lines = entry.target.__mro__ if inspect.isclass(entry.target) else ()
+    for i, one in enumerate(lines):
+        if "__dataclass_fields__" in vars(one) or not any("__dataclass_fields__" in vars(b) for b in lines[i + 1 :]):
+            continue
+        fields = [name for name, hint in inspect.get_annotations(one).items() if "ClassVar" not in str(hint)]
+        if fields:
+            what = f"{entry.kind} {one.__name__}{_place(one)} has fields ({', '.join(fields)}) that no config can set"
+            raise ConfigError(f"{what}: write @dataclass(frozen=True) above its class")
+
+
+def _place(thing: type) -> str:
+    with contextlib.suppress(OSError, TypeError):  # its source may be gone
+        return f" ({Path(inspect.getfile(thing)).name}, line {inspect.getsourcelines(thing)[1]})"
+    return ""

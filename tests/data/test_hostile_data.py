@@ -609,5 +609,5 @@ def test_names_that_no_system_has(tmp_path: Path) -> None:
     refused("File name too long", tmp_path / ("x" * 5000))
     with pytest.raises(DataError, match="names a home folder that is not there"):
         load_dataset("~nobody-has-this-name/data")
-    with pytest.raises(DataError, match="there is no folder"):
+    with pytest.raises(DataError, match="there is no file or folder"):
         load_dataset("./a\0b")

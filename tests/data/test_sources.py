@@ -296,6 +296,12 @@ def test_tensors():
     for bad in [(images.float(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
         with pytest.raises(DataError, match="mine, train"):
             from_tensors("mine", bad, (images, labels))
+    with pytest.raises(DataError, match=r"images are float32, not uint8: give pixels from 0 to 255"):
+        from_tensors("mine", (images.float(), labels), (images, labels))
+    with pytest.raises(DataError, match=r"images have shape \(1, 4, 4\), not \(N, C, H, W\)"):
+        from_tensors("mine", (images[0], labels), (images, labels))
+    with pytest.raises(DataError, match="mine, test: labels are a list, not a tensor or a NumPy array"):
+        from_tensors("mine", (images, labels), (images, [0] * 6))
     with pytest.raises(DataError, match="example 2 has label 2, outside 0 to 1"):
         from_tensors("mine", (images, labels), (images, labels), classes=["a", "b"])
     with pytest.raises(ConfigError, match="mean and std need 1"):
@@ -336,11 +342,60 @@ def test_absent_data_say_how_to_get_them(root, monkeypatch):
     refused("FEDSTILL_DATA is not set", "cifar10")
 
 
+def test_arrays_of_numpy_are_taken_as_tensors_are():
+    """Of any whole type, in any order in memory, of a file that may not be written."""
+    images, labels = pictures(30, 3, (8, 8))
+    images = np.asarray(images)[:, None]
+    want = from_tensors("mine", *[(torch.from_numpy(images), torch.from_numpy(np.array(labels)))] * 2)
+    frozen = images.copy()
+    frozen.flags.writeable = False
+    for own in (images, frozen, np.asfortranarray(images)):
+        for kind in (np.uint8, np.int32, np.uint16, np.int64):
+            got = from_tensors("mine", (own, np.array(labels, dtype=kind)), (own, np.array(labels, dtype=kind)))
+            assert torch.equal(got.train.images, want.train.images)
+            assert torch.equal(got.train.labels, want.train.labels)
+    with pytest.raises(DataError, match="images are float64, not uint8"):
+        from_tensors("mine", (images / 255, np.array(labels)), (images, np.array(labels)))
+
+
+def test_one_file_is_a_data_set(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    images, labels = pictures(30, 3, (8, 8))
+    write_parquet(tmp_path / "scans.parquet", images, labels, ["a", "b", "c"])
+    write_parquet(root / "scans/train.parquet", images, labels, ["a", "b", "c"])
+    want = load_dataset("scans")
+    for name in ("scans.parquet", "./scans.parquet", str(tmp_path / "scans.parquet")):
+        got = load_dataset(name)
+        assert (len(got.train), len(got.test), got.classes) == (24, 6, ("a", "b", "c"))
+        assert torch.equal(got.train.images, want.train.images)
+    write_parquet(tmp_path / "test-only.parquet", images, labels, ["a", "b", "c"])
+    assert len(load_dataset("test-only.parquet").train) == 24, "one file is all there is, whatever it is called"
+    arrays = {
+        f"{split}_{what}": x for split in ("train", "test") for what, x in (("images", images), ("labels", labels))
+    }
+    np.savez(tmp_path / "scans.npz", **{k: np.asarray(v) for k, v in arrays.items()})
+    assert len(load_dataset("scans.npz").test) == 30
+    write_parquet(tmp_path / "scans.parquet", images[:20], labels[:20], ["a", "b", "c"])
+    assert len(load_dataset("scans.parquet").train) == 17, "a changed file is decoded anew"
+
+
+def test_a_file_that_holds_no_data_set_is_named(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scans.csv").write_text("a,b")
+    (tmp_path / "broken.parquet").write_text("nothing")
+    refused(
+        r"scans\.csv is a file, and not a parquet or NPZ file; give one of these, or a folder of parquet", "scans.csv"
+    )
+    refused(r"scans\.csv is a file", "./scans.csv")
+    refused("cannot be read", "broken.parquet")
+    refused(r"there is no file .*/absent\.parquet; paths are relative to the config's folder", "absent.parquet")
+
+
 def test_wrong_names(root):
     (root / "my-own").mkdir()
     refused("did you mean 'cifar10'", "cifar1")
     refused("did you mean 'my-own'", "my-ow")
-    refused("there is no folder", "./nope")
+    refused("there is no file or folder", "./nope")
     refused("the Hugging Face hub does not give 'some/thing'", "some/thing")
     refused("did you mean 'label_column'", "my-own", label_colum="x")
     refused("choose one of size|did you mean 'size'", "ham10000", sizes=3)

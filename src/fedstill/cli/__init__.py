@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-from cyclopts import CycloptsError
+from cyclopts import CycloptsError, UnusedCliTokensError
 
 from fedstill.cli import asking, comparisons, deploy, export, reproduce, single_run, tune
 from fedstill.cli.app import app, say
+from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError
 
 __all__ = ["app", "asking", "call", "comparisons", "deploy", "export", "main", "reproduce", "single_run", "tune"]
@@ -26,8 +27,12 @@ def main() -> None:
 
 def call(tokens: list[str]) -> int:
     """Run one command; its exit code. What is wrong is one line on the standard error."""
+    if hint := spaced_list(tokens):
+        return say(hint, 2)
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
+    except UnusedCliTokensError as error:
+        return say(unused_words(tokens) or str(error), 2)
     except CycloptsError as error:
         return say(str(error), 2)
     except FedstillError as error:

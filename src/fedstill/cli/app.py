@@ -6,11 +6,11 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.errors import FedstillError
+from fedstill.errors import FedstillError, UnknownName
 from fedstill.version import VERSION
 
 app = App(
@@ -28,16 +28,34 @@ def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     return tuple(one(part.strip()) for token in tokens for part in token.value.split(",") if part.strip())
 
 
-Names = Annotated[tuple[str, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="", show_default=False)]
-Seeds = Annotated[tuple[int, ...], Parameter(converter=_comma_separated, n_tokens=1, negative="")]
-Grid = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)]
+def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:
+    """A kind of things, in the singular or the plural; raises UnknownName for any other."""
+    kinds = get_args(type_)
+    (said,) = (token.value for token in tokens)
+    plurals = {f"{kind.removesuffix('y')}{'ies' if kind.endswith('y') else 's'}": kind for kind in kinds}
+    if said not in kinds and said not in plurals:
+        raise UnknownName("kind", said, kinds)
+    return str(plurals.get(said, said))
+
+
+_LIST = Parameter(converter=_comma_separated, n_tokens=1, negative="", show_default=False)
+_REPEATED = Parameter(negative="", consume_multiple=False, show_default=False)
+_FLAG = Parameter(negative="", show_default=False)
+
+Names = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
+Seeds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="1,2,...")]
+Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
+Settings = Annotated[tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
-Settings = Annotated[
-    tuple[str, ...], Parameter(name=["--set", "-s"], negative="", consume_multiple=False, show_default=False)
+Kind = Annotated[
+    Literal["method", "dataset", "partition", "model", "topology", "measure"], Parameter(converter=_one_kind)
 ]
-Debug = Annotated[bool, Parameter(negative="", show_default=False)]
-Overwrite = Annotated[bool, Parameter(negative="", show_default=False)]
-Quiet = Annotated[bool, Parameter(name=["--quiet", "-q"], negative="", show_default=False)]
+Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
+"""The values of the config's key ``engine``, which is known when torch is imported; a test compares them."""
+Debug = Annotated[bool, _FLAG]
+Overwrite = Annotated[bool, _FLAG]
+Flag = Annotated[bool, _FLAG]
+Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Debug, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Debug, Flag, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
@@ -23,7 +23,7 @@ def compare_command(
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    tensorboard: bool = False,
+    tensorboard: Flag = False,
     overwrite: Overwrite = False,
     debug: Debug = False,
     quiet: Quiet = False,
@@ -45,7 +45,7 @@ def compare_command(
         set_: A value over the file's, as key=value. May be repeated.
         tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
         overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
-        debug: End a run with the first client that fails, and print the traceback of whatever fails.
+        debug: Print the traceback of what fails; a client that fails ends its run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
@@ -71,7 +71,7 @@ def demo(
     """Train FedAvg, FedProx and FedNTD on handwritten digits, unevenly spread over 20 clients, and show which forgets.
 
     Args:
-        seeds: Seeds of the runs.
+        seeds: Seeds of the runs. Unset, 1,2,3.
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
@@ -197,6 +197,7 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
     """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
     from fedstill.report.groups import groups
+    from fedstill.report.numbers import BELOW_ZERO
     from fedstill.report.page import write_page
     from fedstill.report.refused import refused
     from fedstill.report.table_files import write_tables
@@ -207,6 +208,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
         screen.print(terminal.comparison_table(compared))
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)
+        if any(v < 0 for g in compared for v in g.values("forgetting")):
+            screen.print(BELOW_ZERO, soft_wrap=True)
         if said := untaught({g.label: g.started for g in compared}):
             screen.print(said)
         for line in refused({g.label: g.started for g in compared}):

@@ -13,7 +13,7 @@ from fedstill.version import VERSION
 deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
 app.command(deploy)
 
-Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False)]
+Hosts = Annotated[tuple[str, ...], Parameter(negative="", consume_multiple=False, show_default=False)]
 Insecure = Annotated[bool, Parameter(negative="")]
 
 
@@ -26,7 +26,8 @@ def init_command(
     Args:
         directory: New or empty.
         clients: How many clients.
-        host: A name or address under which clients reach the server, for its certificate. May be repeated.
+        host: A name or address under which clients reach the server, for its certificate. May be repeated. Unset,
+            127.0.0.1.
         listen: The address that the server listens on.
         port: The server's one port.
     """

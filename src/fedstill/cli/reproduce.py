@@ -7,24 +7,25 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Jobs, Names, Overwrite, Quiet, Settings, app
+from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Settings, app
 from fedstill.cli.comparisons import carry_out
 
+Text = Annotated[str, Parameter(show_default=False)]
 SeedCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=1000))]
 
 
 @app.command
 def reproduce(
-    recipe: str = "",
+    recipe: Text = "",
     *,
     cells: Names = (),
     rounds: int | None = None,
     seeds: SeedCount = 3,
-    data: str = "",
+    data: Text = "",
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    table: bool = False,
+    table: Flag = False,
     against: str = "",
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -55,7 +56,7 @@ def reproduce(
     screen = terminal.console()
     if not recipe:
         rows = [(name, recipes.load_recipe(name).paper) for name in recipes.recipe_names()]
-        screen.print(terminal.table(["recipe", "what it is"], rows, words=2))
+        terminal.console(sentences=True).print(terminal.table(["recipe", "what it is"], rows, words=2))
         return 0
     paper_table = recipes.load_recipe(recipe)
     changes = parse_overrides(set_)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from fedstill.cli.app import Debug, Overwrite, Quiet, Settings, app, say, tracebacks
+from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
@@ -30,7 +30,7 @@ def run_command(
     *,
     out: Path | None = None,
     set_: Settings = (),
-    engine: Literal["serial", "pooled", "flower"] | None = None,
+    engine: Engine | None = None,
     federation: Path | None = None,
     overwrite: Overwrite = False,
     debug: Debug = False,
@@ -45,7 +45,7 @@ def run_command(
         engine: How stages are carried out, over the file's.
         federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
         overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
-        debug: End with the traceback of the first client that fails, and of whatever else fails.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.config.experiment import load
@@ -58,7 +58,7 @@ def run_command(
     given = {"engine": engine, "flower.federation": federation and str(federation.resolve())}
     experiment = experiment.with_values({k: v for k, v in given.items() if v}, "command line")
     settings = settle(experiment)
-    with tracebacks(debug), followed(settings.rounds, settings.named.method.name, quiet) as watch:
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
             result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite)
         except Interrupted as stopped:
@@ -72,7 +72,7 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
 
     Args:
         directory: The run's directory.
-        debug: End with the traceback of the first client that fails, and of whatever else fails.
+        debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.progress import Interrupted
@@ -81,7 +81,7 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
     from fedstill.report.following import followed
 
     settings = settings_of(directory)
-    with tracebacks(debug), followed(settings.rounds, settings.named.method.name, quiet) as watch:
+    with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
             result = runner.resume(directory, watch=watch, debug=debug)
         except Interrupted as stopped:
@@ -91,12 +91,12 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
 
 @app.command
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
-    """Show every resolved value with its origin, the arithmetic of a run, and how the data are split.
+    """Check a config as a run would; show every value with its origin, the arithmetic of a run, and the data's split.
 
     Args:
         config: The experiment, a TOML file. Unset, the defaults.
         set_: A value over the file's, as key=value. May be repeated.
-        split: Read the data, and draw clients × classes.
+        split: Draw the split, clients × classes.
     """
     from fedstill.experiment import explain as explained
     from fedstill.experiment.config.experiment import load
@@ -112,15 +112,15 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         for key, value, origin in explained.resolved_values(settings)
     ]
     screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
-    if split:
-        prepared = prepare(settings)
-        screen.print()
-        one_round = explained.arithmetic(prepared)
-        screen.print(terminal.table(["what", "how much"], one_round.lines()))
-        _explain_measures(explained.costs(prepared, one_round))
-        screen.print()
-        networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
-        screen.print(terminal.table(["network", "parameters", "has"], networks))
+    prepared = prepare(settings)
+    screen.print()
+    one_round = explained.arithmetic(prepared)
+    screen.print(terminal.table(["what", "how much"], one_round.lines()))
+    _explain_measures(explained.costs(prepared, one_round))
+    screen.print()
+    networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
+    screen.print(terminal.table(["network", "parameters", "has"], networks))
+    if split and prepared.sites.parts:
         screen.print()
         _explain_queries(*who_asks(prepared))
         counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
@@ -130,13 +130,13 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
 
 @app.command(name="list")
 def list_(
-    kind: Literal["method", "dataset", "partition", "model", "topology", "measure"] | None = None,
+    kind: Kind | None = None,
     name: str | None = None,
 ) -> int:
     """Show what there is: methods, datasets, partitions, models, topologies, measures.
 
     Args:
-        kind: Only this kind, with the fields that a config may set.
+        kind: Only this kind, with the fields that a config may set; the plural is understood, too.
         name: Only this one, with all that is declared of it; a file of yours is possible, too.
     """
     from fedstill import registry
@@ -211,7 +211,7 @@ def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
 def _show(result: Result, again: bool) -> int:
     from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
-    from fedstill.report.numbers import COLUMNS
+    from fedstill.report.numbers import BELOW_ZERO, COLUMNS
 
     s = result.summary
     rows = [
@@ -231,6 +231,8 @@ def _show(result: Result, again: bool) -> int:
     ]
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
+    if (s["forgetting"] or 0) < 0:
+        screen.print(BELOW_ZERO, soft_wrap=True)
     if s.get("refusals"):
         screen.print(f"warning: {s['refusals']}", soft_wrap=True)
     return 0

@@ -27,12 +27,12 @@ STACK_BYTES = 1_000_000_000
 def why_not(spec: ModelSpec, plan: Plan) -> str:
     """Why clients of this model and plan cannot be stacked; empty if they can."""
     if contract.draws_random_numbers(spec):
-        return f"model {spec} draws random numbers (dropout)"
+        return f"model {spec.label} draws random numbers (dropout)"
     if scores_count(plan):
         return "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, by itself"
     for layer in contract.module(spec).modules():
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
-            return f"model {spec} normalises by statistics of the batch ({type(layer).__name__})"
+            return f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
     return ""
 
 

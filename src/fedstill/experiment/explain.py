@@ -221,8 +221,8 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
 def models(prepared: Prepared) -> list[tuple[str, int, str]]:
     """(name, parameters, capabilities) of each architecture in a run."""
     world = prepared.world
-    specs = {str(world.model(c)): world.model(c) for c in (SERVER, *range(world.clients))}
+    specs = dict.fromkeys(world.model(c) for c in (SERVER, *range(world.clients)))
     return [
-        (name, sum(v.numel() for v in contract.initial(s, 0).values()), ", ".join(sorted(contract.capabilities(s))))
-        for name, s in specs.items()
+        (s.label, sum(v.numel() for v in contract.initial(s, 0).values()), ", ".join(sorted(contract.capabilities(s))))
+        for s in specs
     ]

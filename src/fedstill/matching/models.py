@@ -45,4 +45,4 @@ def match_models(
             return match_chains(spec, models, shares, setting, draw)
         case "approximate":
             return match_residual(spec, models, shares, sizes, setting, draw)
-    raise IncompatibleMethod(f"{spec} is neither a plain chain of layers nor a residual network")
+    raise IncompatibleMethod(f"{spec.label} is neither a plain chain of layers nor a residual network")

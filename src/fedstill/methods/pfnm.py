@@ -68,7 +68,7 @@ class PFNM(FedAvgOnce):
         spec = world.model(SERVER)
         if not matchable(spec):
             return (
-                f"it matches units of plain chains of layers and of residual networks, and {spec} is neither; "
+                f"it matches units of plain chains of layers and of residual networks, and {spec.label} is neither; "
                 "set model.name = 'qkt_cnn'"
             )
         return super().misfit(stages, world)

@@ -46,7 +46,8 @@ def read_model(path: Path) -> tuple[ModelSpec, dict[str, Tensor]]:
         k for k in {*params, *expected} if k not in params or k not in expected or _apart(params[k], expected[k])
     )
     if wrong:
-        raise CorruptFile(f"{path} is not a {spec}: its entry {wrong[0]!r} is missing, strange or of another shape")
+        what = f"its entry {wrong[0]!r} is missing, strange or of another shape"
+        raise CorruptFile(f"{path} is not a {spec.label}: {what}")
     return spec, {k: params[k] for k in expected}
 
 

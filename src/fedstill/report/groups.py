@@ -10,6 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fedstill.experiment.config.earlier import UNSAID
+from fedstill.files import short_name
 from fedstill.report.numbers import Spread, reported, spread
 from fedstill.report.runs import Run, find
 
@@ -124,7 +125,7 @@ def said(value: Any) -> str:
 
 def method_of(settings: Mapping[str, Any]) -> str:
     """A method's name without the folder of the file it is in."""
-    return PurePath(str(settings.get("method.name", "unnamed"))).name
+    return short_name(str(settings.get("method.name", "unnamed")))
 
 
 def _group(label: str, members: Sequence[Run]) -> Group:

@@ -47,7 +47,14 @@ COLUMNS = (
     Column("accuracy", "accuracy, last", "%", 100, 2, "top-1 accuracy of the server's model after the last round"),
     Column("best_accuracy", "best", "%", 100, 2, "the highest top-1 accuracy of any round"),
     Column("mean_accuracy_last_10", "mean of last 10", "%", 100, 2, "top-1 accuracy, mean of the last ten rounds"),
-    Column("forgetting", "forgetting F", "%", 100, 2, "mean drop of the classes below their best earlier round"),
+    Column(
+        "forgetting",
+        "forgetting F",
+        "%",
+        100,
+        2,
+        "mean drop of the classes below their best earlier round; below 0, they are above it",
+    ),
     Column(
         "query_average_accuracy",
         "asked: average",
@@ -102,6 +109,9 @@ COLUMNS = (
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
 )
 """The columns in their order; accuracies and forgetting are shares, shown in percent."""
+
+BELOW_ZERO = "forgetting below 0: in the last round the classes are on average better than in any earlier one"
+"""What a table says that has such a number."""
 
 
 OF_CURVES = ("personal_", "in_local", "out_local", "query_", "leakage/")

@@ -86,7 +86,10 @@ def _apart(groups: Sequence[Group]) -> Html | None:
 def over_rounds(groups: Sequence[Group], style: Style) -> Html | None:
     """Accuracy and forgetting by round; None if neither was measured."""
     accuracy = "The global model on the common test set. Higher is better."
-    forgetting = "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better."
+    forgetting = (
+        "How far the classes are below the best accuracy of their earlier rounds, on average. Lower is better; "
+        "below 0, they are above it."
+    )
     first = OF_CLIENTS if any(g.own_models for g in groups) else ()
     figures = [
         figure([lines(groups, style, key, **PERCENT)], text, title)

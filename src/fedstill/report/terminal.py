@@ -74,6 +74,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1,
             justify="left" if i < words else "right",
             overflow="fold",
             min_width=least,
+            no_wrap=0 < widths[i] == least and " " not in column,  # else it is narrowed first, then widened too far
             width=widths[i] if narrow else None,
         )
     for row in rows:

@@ -55,6 +55,24 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
     return kept(name, origin, decode)
 
 
+def is_data_file(path: Path) -> bool:
+    """Whether a path is a file that may hold a data set by itself."""
+    return path.suffix in (".parquet", ".npz") and path.is_file()
+
+
+def read_file(name: str, path: Path, columns: Columns) -> Decoded:
+    """What one parquet or NPZ file holds, verified, and decoded once; of a parquet file a fifth is held out."""
+    about = path.stat()
+    stamp = [about.st_size, about.st_mtime_ns]
+    origin = {"file": str(path.resolve()), "stamp": stamp, "columns": vars(columns)}
+
+    def decode() -> Decoded:
+        data = read_npz(path) if path.suffix == ".npz" else read_parquet(path.parent, {"train": [path]}, columns)
+        return verified(name, hold_out(data) if "train" in data.splits else data)
+
+    return kept(path.stem, origin, decode)
+
+
 def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
     if tables := parquet_files(files):
         return read_parquet(place, tables, columns)

@@ -10,7 +10,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.decoded import kept
-from fedstill.data.sources.folders import at_home, data_root, local_folder, read_folder
+from fedstill.data.sources.folders import at_home, data_root, is_data_file, local_folder, read_file, read_folder
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.streams import read_hub
@@ -22,12 +22,15 @@ from fedstill.registry import lookup, names
 FIELDS = ("image_column", "label_column", "mean", "size", "std")
 """Options for data that are not in the catalogue."""
 
+FOLDER = "a folder of parquet files, or of images by class"
+
 
 def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
     """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
 
-    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to parquet files
-    or to images by class, ``"owner/name"`` on the Hugging Face hub, or one's own function ``"mine.py:data"``.
+    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet or
+    NPZ file or to a folder of parquet files or of images by class, ``"owner/name"`` on the Hugging Face hub, or one's
+    own function ``"mine.py:data"``.
     folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
     fields: for folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size), ``mean``,
     ``std``.
@@ -81,12 +84,18 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
         data = read_folder(name, place, columns, known)
         if known is not None:
             mean, std = mean or known.mean, std or known.std
+    elif is_data_file(path):
+        data = read_file(name, path, columns)
+    elif path.is_file():
+        raise DataError(f"{path} is a file, and not a parquet or NPZ file; give one of these, or {FOLDER}")
+    elif path.suffix in (".parquet", ".npz"):
+        raise DataError(f"there is no file {path}; paths are relative to the config's folder")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         remedy = f"check the name and the network, or make a folder {path} of parquet files"
         origin = {"hub": name, "columns": vars(columns)}
         data = kept(name, origin, lambda: verified(name, hold_out(read_hub(name, columns, remedy))))
     elif "/" in name or name.startswith((".", "~")):
-        raise DataError(f"there is no folder {path}; give a folder of parquet files, or of images by class")
+        raise DataError(f"there is no file or folder {path}; give {FOLDER}")
     else:
         root = data_root(folder)
         local = [p.name for p in root.iterdir() if p.is_dir()] if root and root.is_dir() else []

@@ -49,6 +49,7 @@ def variants(
             setting = dict(zip(grid or {}, values, strict=True))
             chosen = of_method.with_values(setting, "compare")
             runs += [_variant(replace(chosen, seed=seed), setting, out) for seed in seeds or (chosen.seed,)]
+    runs = _apart(runs, out)
     if len({v.folder for v in runs}) != len(runs):
         raise ConfigError("two runs of this comparison are the same; name each method, value and seed once")
     return runs
@@ -56,9 +57,24 @@ def variants(
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
     settings = settle(experiment)
-    method = Path(settings.named.method.name.partition(":")[0]).stem
-    label = " ".join([method, *(f"{k}={v}" for k, v in setting.items())])
-    return Variant(label, experiment, settings, _of_seed(out / label.replace("/", "-").replace(" ", "_"), settings))
+    values = [f"{k}={v}" for k, v in setting.items()]
+    label = " ".join([settings.named.method.label, *values])
+    folder = _folder(out, [Path(settings.named.method.name.partition(":")[0]).stem, *values])
+    return Variant(label, experiment, settings, _of_seed(folder, settings))
+
+
+def _apart(runs: Sequence[Variant], out: Path) -> list[Variant]:
+    """The runs; those whose folder another one of another label has too get one with their whole label."""
+    labels: dict[Path, set[str]] = {}
+    for run in runs:
+        labels.setdefault(run.folder, set()).add(run.label)
+    shared = {folder for folder, of_it in labels.items() if len(of_it) > 1}
+    whole = [_of_seed(_folder(out, [run.label.replace(":", "-")]), run.settings) for run in runs]
+    return [replace(v, folder=own) if v.folder in shared else v for v, own in zip(runs, whole, strict=True)]
+
+
+def _folder(out: Path, words: Sequence[str]) -> Path:
+    return out / " ".join(words).replace("/", "-").replace(" ", "_")
 
 
 def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from fedstill.errors import ConfigError, UnknownName
+from fedstill.errors import ConfigError, UnknownName, suggestion
+from fedstill.experiment.config.misplaced import meant, what_to_do
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.tables import TopKeys
@@ -52,12 +53,18 @@ class Experiment(TopKeys):
         if isinstance(value, str) and name in (*NAMED, "data"):
             return {NAMED.get(name, ("name", ""))[0]: value}
         if not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]")
+            other = meant(name, "", self.tree, self.base, near=False)
+            raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}")
         return dict(value)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """Everything that it says, as a config file has it."""
+        return {k: getattr(self, k) for k in KEYS}
 
     def with_values(self, values: Mapping[str, Any], origin: str) -> Experiment:
         """The experiment with some dotted keys set, e.g. ``{"method.beta": 0.5}``."""
-        tree = {k: getattr(self, k) for k in KEYS}
+        tree = self.tree
         for key, value in values.items():
             _set(tree, key, value)
         return from_tree(tree, {**self.origins, **dict.fromkeys(values, origin)}, self.base)
@@ -89,7 +96,8 @@ def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | 
     """The experiment of a parsed config; raises ConfigError naming an unknown key and the nearest legal one."""
     for key in tree:
         if key not in KEYS:
-            raise UnknownName("key", key, KEYS, where="config")
+            todo = what_to_do("", key, suggestion(key, KEYS), tree, base)
+            raise UnknownName("key", key, KEYS, where="config", todo=todo)
     return Experiment(**tree, origins=origins, base=base)
 
 
@@ -111,7 +119,8 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         tree[head] = {**kept, NAMED[head][0]: value} if head in NAMED and isinstance(value, str) else value
         return
     if head not in tree:
-        raise UnknownName("key", key, KEYS, where="override")
+        todo = what_to_do(head, rest, suggestion(key, KEYS), tree, None)
+        raise UnknownName("key", key, KEYS, where="override", todo=todo)
     inner = tree[head]
     if isinstance(inner, str) and head in (*NAMED, "data"):
         inner = {NAMED.get(head, ("name", ""))[0]: inner}

@@ -11,6 +11,7 @@ from typing import Any
 from fedstill import registry
 from fedstill.errors import ConfigError, on_one_line
 from fedstill.fields import Fields, Seed, checked, held, shown
+from fedstill.files import short_name
 
 NAMED = {
     "method": ("name", "fedavg"),
@@ -36,6 +37,11 @@ class Named:
     def entry(self) -> registry.Entry:
         """The registered thing."""
         return registry.lookup(self.kind, self.name)
+
+    @property
+    def label(self) -> str:
+        """The name as people read it, without the folder of a file."""
+        return short_name(self.name)
 
     @property
     def table(self) -> dict[str, Any]:

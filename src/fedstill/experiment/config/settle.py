@@ -10,9 +10,10 @@ import torch
 
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
-from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
+from fedstill.errors import ConfigError, IncompatibleMethod, UnknownKeys, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
@@ -30,6 +31,13 @@ DEFAULT_CLIENTS = 20
 
 def settle(experiment: Experiment) -> Settings:
     """Resolve and check every value; raises ConfigError with one line that names the key and what to write."""
+    try:
+        return _settled(experiment)
+    except UnknownKeys as error:
+        raise named_better(error, experiment.tree, experiment.base) from error
+
+
+def _settled(experiment: Experiment) -> Settings:
     base = experiment.base
     top = _top(experiment)
     data = _data(experiment)
@@ -173,6 +181,6 @@ def _refuse_contradictions(settings: Settings) -> None:
     refuse_rounds(settings)
     if settings.privacy.on and "noisy_logits" not in settings.method.permits:
         raise IncompatibleMethod(
-            f"[privacy] protects logits that clients upload, and method {settings.named.method.name} uploads none; "
+            f"[privacy] protects logits that clients upload, and method {settings.named.method.label} uploads none; "
             "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
         )

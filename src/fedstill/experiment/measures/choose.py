@@ -82,9 +82,9 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
     if need == "uploads":
         return _no_uploads(setting)
     if need == "features" and "features" not in contract.capabilities(spec):
-        return f"model {spec} has no features; give it submodules body and head"
+        return f"model {spec.label} has no features; give it submodules body and head"
     if need == "plane" and (width := _width(spec)) != 2:
-        return f"model {spec} has {width} features and not 2; set model.name = 'sphere_cnn'"
+        return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
     if need == "test" and not setting.tested:
         return "it needs a common test set, and there is none; give the server one with data.name"
     if need == "test_at_clients" and not setting.simulated:

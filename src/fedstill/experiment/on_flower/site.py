@@ -41,10 +41,10 @@ from fedstill.work import Census, ClientWork
 class Site:
     """One client's machine, as its ``site.toml`` describes it.
 
-    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder of its own data, or
-    a data set's name; empty: it takes part only in trials, on its part of the data that the config names. ``public``:
-    its copy of the public set, for runs that have one. ``accept``: SHA-256 of the configurations it runs; empty: any.
-    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder or file of its own
+    data, or a data set's name; empty: it takes part only in trials, on its part of the data that the config names.
+    ``public``: its copy of the public set, for runs that have one. ``accept``: SHA-256 of the configurations it runs;
+    empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     """
 
     client: CountOrZero
@@ -66,7 +66,7 @@ def load_site(path: Path) -> Site:
     values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
     for key in ("data", "public"):
         place = path.parent / Path(values[key]).expanduser()
-        values[key] = str(place.resolve()) if values[key] and place.is_dir() else values[key]
+        values[key] = str(place.resolve()) if values[key] and place.exists() else values[key]
     return Site(**{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()})
 
 
@@ -130,7 +130,7 @@ class Clerk:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
         if stage == census_stage(ready.world):
             if "label_counts" not in method.requires():
-                raise Refused(f"method {ready.settings.named.method.name} needs no label counts, so they stay here")
+                raise Refused(f"method {ready.settings.named.method.label} needs no label counts, so they stay here")
             return Census()
         within = 1 <= stage.round <= ready.settings.rounds
         if not within or stage not in ready.settings.topology(stage.round, ready.world):

@@ -50,7 +50,7 @@ def stages(settings: Settings, world: RunWorld, examples: int) -> list[Work]:
 
 def _check_stackable(work: list[Work], settings: Settings) -> None:
     if not any(w.clients > 1 for w in work):
-        kind = settings.named.topology.name
+        kind = settings.named.topology.label
         raise ConfigError(
             f"engine = 'vectorised' stacks the clients of a stage, and topology {kind} has one at a time: set 'pooled'"
         )

@@ -26,7 +26,7 @@ ASKED_OF_MODELS = {
 def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
     """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would help."""
     method = settings.method
-    name, kind = settings.named.method.name, settings.named.topology.name
+    name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
     if unknown:
@@ -43,7 +43,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
         if missing:
             what, remedy = ASKED_OF_MODELS[missing[0]]
-            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec} has none: {remedy}")
+            raise IncompatibleMethod(f"method {name} needs a model with {what}, and {spec.label} has none: {remedy}")
     if "same_shapes" in method.requires() and len(models) > 1:
         raise IncompatibleMethod(
             f"method {name} averages weights, so all models must be one: leave clients.models out, "
@@ -81,7 +81,7 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {settings.named.method.name} reads the labels of public images, "
+            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public images, "
             'and these have none; leave it out with topology.first = ""'
         )
 
@@ -96,8 +96,8 @@ def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
         raise
     except Exception as error:
         shape = tuple(images.shape[1:])
-        raise ConfigError(f"model {spec} cannot take images of shape {shape}: {on_one_line(error)}") from error
+        raise ConfigError(f"model {spec.label} cannot take images of shape {shape}: {on_one_line(error)}") from error
     if not isinstance(out, torch.Tensor):
-        raise ConfigError(f"model {spec} gives a {type(out).__name__}, not logits")
+        raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
     if out.shape != (len(images), spec.classes):
-        raise ConfigError(f"model {spec} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")
+        raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")

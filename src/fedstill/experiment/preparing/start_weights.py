@@ -77,7 +77,7 @@ def start_of(place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial:
     if not partial:
         one, other = (_shape(tensors.get(apart[0])) for tensors in (stored, wanted))
         raise ConfigError(
-            f"start_from = {place!r} is no {spec}: its {apart[0]!r} is {one}, not {other}; set [model] as it was "
+            f"start_from = {place!r} is no {spec.label}: its {apart[0]!r} is {one}, not {other}; set [model] as it was "
             "there, or start_from_partial = true to take what fits"
         )
     new, left = (tuple(n for n in tensors if n in apart) for tensors in (wanted, stored))

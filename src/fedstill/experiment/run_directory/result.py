@@ -18,7 +18,7 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
 from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
-from fedstill.files import write_whole
+from fedstill.files import short_name, write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
@@ -125,10 +125,10 @@ def summary_of(
     """
     accuracies = [e["accuracy"] for e in history]
     return {
-        "method": settings.named.method.name,
-        "dataset": settings.data.name,
-        "partition": settings.named.partition.name,
-        "topology": settings.named.topology.name,
+        "method": settings.named.method.label,
+        "dataset": short_name(settings.data.name),
+        "partition": settings.named.partition.label,
+        "topology": settings.named.topology.label,
         "clients": settings.clients,
         "rounds": settings.rounds,
         "seed": settings.seed,

@@ -75,7 +75,7 @@ class Measuring:
         everyone = range(world.clients)
         if len({world.model(c) for c in everyone}) < 2:
             return {}
-        return {"models": [str(world.model(c)) for c in everyone]}
+        return {"models": [world.model(c).label for c in everyone]}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""

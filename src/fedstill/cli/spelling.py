@@ -1,0 +1,58 @@
+"""What to write instead of words that the command line does not take: lists with spaces in place of commas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+LISTS = frozenset({"--methods", "--seeds", "--cells", "--classes", "--teachers"})
+"""Options whose value is a list with commas."""
+
+REPEATED = frozenset({"--set", "-s", "--grid", "--host"})
+"""Options that have one value each, and may be repeated."""
+
+
+def spaced_list(tokens: Sequence[str]) -> str:
+    """A line on the first list that has spaces in place of commas, so that its parts look like other arguments.
+
+    >>> spaced_list(["compare", "--methods", "fedavg", "fedntd"])
+    'a list is written with commas: --methods fedavg,fedntd'
+    >>> spaced_list(["compare", "--methods", "fedavg", "my.toml"])
+    ''
+    """
+    return _corrected(tokens, LISTS, _is_part)
+
+
+def unused_words(tokens: Sequence[str]) -> str:
+    """The same where the command had no use for some words, whatever they look like; also of options to repeat."""
+    return _corrected(tokens, LISTS | REPEATED, lambda _: True)
+
+
+def _corrected(tokens: Sequence[str], options: frozenset[str], is_part: Callable[[str], bool]) -> str:
+    for option, words in _values(tokens):
+        parts = [words[0], *filter(is_part, words[1:])] if words else []
+        if option in options and len(parts) > 1:
+            if option in REPEATED:
+                return f"each value has its own {option}: {' '.join(f'{option} {part}' for part in parts)}"
+            return f"a list is written with commas: {option} {','.join(part.strip(',') for part in parts)}"
+    return ""
+
+
+def _values(tokens: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option, with the words up to the next one."""
+    option, words = "", list[str]()
+    for token in tokens:
+        if token.startswith("-") and not token.lstrip("-")[:1].isdigit():
+            yield option, words
+            option, equals, value = token.partition("=") if token.startswith("--") else (token, "", "")
+            words = [value] if equals else []
+        else:
+            words.append(token)
+    yield option, words
+
+
+def _is_part(word: str) -> bool:
+    """Whether a word after the first of a list is more likely a part of it than a config or a directory."""
+    if ".py" in word:
+        return True
+    return not (word.endswith(".toml") or "/" in word or Path(word).exists())

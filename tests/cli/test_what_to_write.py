@@ -1,0 +1,156 @@
+"""What the command line says of words that it does not take: what to write in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from fedstill.cli import app, call
+from fedstill.cli.app import Engine
+from fedstill.cli.spelling import LISTS, REPEATED
+from fedstill.experiment.config.tables import TopKeys
+
+CONFIG = "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\nepochs = 1\n"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(CONFIG)
+    Path("runs").mkdir()
+    Path("a.safetensors").touch()
+    Path("b.safetensors").touch()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare --methods fedavg fedntd", "a list is written with commas: --methods fedavg,fedntd"),
+        ("compare small.toml --methods fedavg fedntd", "a list is written with commas: --methods fedavg,fedntd"),
+        ("compare small.toml --methods fedavg, fedntd", "a list is written with commas: --methods fedavg,fedntd"),
+        ("compare --methods=fedavg fedntd -q", "a list is written with commas: --methods fedavg,fedntd"),
+        ("compare --methods a.py b.py:Mine", "a list is written with commas: --methods a.py,b.py:Mine"),
+        ("compare small.toml --seeds 1 2 3", "a list is written with commas: --seeds 1,2,3"),
+        ("compare --seeds 1 2 small.toml", "a list is written with commas: --seeds 1,2"),
+        ("demo --seeds 1 2", "a list is written with commas: --seeds 1,2"),
+        ("reproduce fedntd/table1 --cells A:B C:D", "a list is written with commas: --cells A:B,C:D"),
+        ("query runs --client 1 --classes 7 9", "a list is written with commas: --classes 7,9"),
+        (
+            "query runs --client 1 --classes 7 --teachers a.safetensors b.safetensors",
+            "a list is written with commas: --teachers a.safetensors,b.safetensors",
+        ),
+        ("run small.toml -s rounds=1 seed=2", "each value has its own -s: -s rounds=1 -s seed=2"),
+        ("compare small.toml --grid plan.lr=1 seed=2", "each value has its own --grid: --grid plan.lr=1 --grid seed=2"),
+        ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
+        ("run small.toml more.toml", "Unused Tokens: ['more.toml']."),
+        ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
+        ("list recipes", "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, topology"),
+    ],
+)
+def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(words.split()) == 2
+    assert capsys.readouterr().err == f"fedstill: {said}\n"
+
+
+@pytest.mark.parametrize("words", ["--methods fedavg small.toml", "--seeds 1,2 small.toml", "small.toml --seeds 1"])
+def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
+    assert call(["compare", *words.split(), "--out", "all", "-q", "--jobs", "1"]) == 0
+
+
+def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
+    lists, repeated = set[str](), set[str]()
+    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report"):
+        for argument in app[name].assemble_argument_collection():
+            if argument.hint == tuple[str, ...] or argument.hint == tuple[int, ...]:
+                options = {n for n in argument.names if n.startswith("-")}
+                (lists if argument.parameter.n_tokens == 1 else repeated).update(options)
+    assert lists == LISTS
+    assert repeated - {"--directories"} == REPEATED - {"--host"}
+
+
+@pytest.mark.parametrize(
+    ("plural", "kind"),
+    [
+        ("methods", "method"),
+        ("datasets", "dataset"),
+        ("partitions", "partition"),
+        ("models", "model"),
+        ("topologies", "topology"),
+        ("measures", "measure"),
+    ],
+)
+def test_list_takes_the_plural_too(plural: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["list", kind]) == 0
+    want = capsys.readouterr().out
+    assert call(["list", plural]) == 0
+    assert capsys.readouterr().out == want
+
+
+def test_the_option_takes_every_engine_that_the_key_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_args(Engine) == get_args(get_type_hints(TopKeys)["engine"])
+    assert call(["run", "small.toml", "--engine", "vectorised", "--out", "one", "-q"]) == 0
+    assert 'engine = "vectorised"' in Path("one/config.toml").read_text()
+    assert call(["run", "small.toml", "--engine", "vector", "--out", "two", "-q"]) == 2
+    assert 'Choose from: "serial", "pooled", "vectorised", "auto", "flower".' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", [[], ["--no-split"]])
+def test_explain_checks_what_a_run_would_check(split: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["explain", "small.toml", "-s", "method=fedmd", *split]) == 2
+    said = capsys.readouterr()
+    assert said.err == "fedstill: method fedmd needs public data: set data.public to a number of images\n"
+    assert "method.name" in said.out, "what is asked for can be read all the same"
+    assert call(["explain", "small.toml", *split]) == 0
+    said = capsys.readouterr()
+    assert "optimiser steps a round" in said.out
+    assert ("each mark is a class" in said.out) == (not split)
+
+
+def test_forgetting_below_zero_is_explained_where_it_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    learns = [f"-s{v}" for v in ("rounds=2", "data.train_size=1000", "partition=iid", "plan.epochs=2", "plan.lr=0.1")]
+    learns.append("-q")
+    why = "forgetting below 0: in the last round the classes are on average better than in any earlier one\n"
+    assert call(["run", "small.toml", "--out", "one", *learns]) == 0
+    said = capsys.readouterr().out
+    assert why in said
+    assert " -" in next(line for line in said.splitlines() if line.startswith("forgetting "))
+    assert call(["compare", "small.toml", "--out", "all", *learns]) == 0
+    assert why in capsys.readouterr().out
+    assert "below 0, they are above it" in Path("all/report.html").read_text()
+    assert call(["run", "small.toml", "--out", "two", "-q"]) == 0
+    assert why not in capsys.readouterr().out, "a single round forgets nothing and gains nothing"
+
+
+OWN = """
+from dataclasses import dataclass
+import fedstill
+
+@dataclass(frozen=True)
+class Mine(fedstill.Method):
+    '''Averaging.'''
+
+@dataclass(frozen=True)
+class Other(fedstill.Method):
+    '''Averaging, too.'''
+"""
+
+
+def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own.py").write_text(OWN)
+    assert call(["run", "small.toml", "-s", "method=own.py:Mine", "--out", "one"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("own.py:Mine ")
+    assert said.err.startswith("own.py:Mine: 1 rounds, in one")
+    words = ["compare", "small.toml", "--methods", "own.py:Mine,own.py:Other", "--seeds", "1", "--out", "all"]
+    assert call(words) == 0, "two methods of one file are two"
+    said = capsys.readouterr()
+    for name in ("own.py:Mine", "own.py:Other"):
+        assert f"\n{name} " in said.out
+        assert f"{name}, seed 1: finished" in said.err
+    for text in (said.out, said.err, Path("one/summary.json").read_text()):
+        assert str(tmp_path) not in text
+    assert len(list(Path("all").glob("*/seed1/summary.json"))) == 2

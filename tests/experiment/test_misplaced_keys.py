@@ -1,0 +1,112 @@
+"""A key in a table that lacks it: the message names the one that was meant, or what is amiss in one's own class."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
+
+
+def problem(text: str, folder: Path, *overrides: str) -> str:
+    """The one line that says what is wrong with a config."""
+    (folder / "config.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        settle(load(folder / "config.toml", overrides))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("clients = 4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
+        ("lr = 0.1", "config: unknown key 'lr'; did you mean 'plan.lr'?"),
+        ("sampled = 3", "config: unknown key 'sampled'; did you mean 'topology.sampled'?"),
+        ("beta = 1.0\nmethod = 'fedntd'", "config: unknown key 'beta'; did you mean 'method.beta'?"),
+        ("learning_rate = 0.1", "config: unknown key 'learning_rate'; did you mean 'plan.lr'?"),
+        ("dataset = 'digits'", "config: unknown key 'dataset'; did you mean 'data.name'?"),
+        ("[plan]\nrounds = 3", "unknown key 'plan.train.rounds'; did you mean 'rounds' (before all tables)?"),
+        ("[plan.train]\nseed = 3", "did you mean 'seed' (before all tables), 'query.seed' or 'partition.seed'?"),
+        ("[plan]\nlocal_epochs = 3", "unknown key 'plan.train.local_epochs'; did you mean 'plan.epochs'?"),
+        ("[plan]\nclients = 3", "unknown key 'plan.train.clients'; did you mean 'topology.clients'?"),
+        ("[data]\nalpha = 0.3", "unknown key 'data.alpha'; did you mean 'partition.alpha'?"),
+        ("[data]\nquorum = 0.3", "unknown key 'data.quorum'; did you mean 'clients.quorum'?"),
+        ("[data]\nmethod = 'fedavg'", "unknown key 'data.method'; did you mean 'method.name'?"),
+        ("[clients]\nclients = 4", "unknown key 'clients.clients'; did you mean 'topology.clients'?"),
+        (
+            "[clients]\nlr = 1.0\nquorum = 7.0",
+            "clients.quorum = 7.0: input should be less than or equal to 1; "
+            "unknown key 'clients.lr'; did you mean 'plan.lr'?",
+        ),
+        ("[method]\nepochs = 3", "unknown key 'method.epochs'; did you mean 'plan.epochs'?"),
+        ("[method]\nname = 'fedprox'\nclip = 3", "unknown key 'method.clip'; did you mean 'privacy.clip'?"),
+        ("[model]\nhiddn = [3]\nname = 'mlp'", "unknown key 'model.hiddn'; did you mean 'hidden'?"),
+        ("[partition]\nlr = 0.1", "unknown key 'partition.lr'; did you mean 'plan.lr'?"),
+        ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
+        ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
+        ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
+        ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of augment, folder"),
+    ],
+)
+def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path) -> None:
+    assert said in problem(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.lr=0.1", "override: unknown key 'train.lr'; did you mean 'plan.lr'?"),
+        ("lr=0.1", "unknown key 'lr'; did you mean 'plan.lr'?"),
+        ("clients=4", "clients = 4 must be a table, [clients]; did you mean 'topology.clients'?"),
+        ("data.rounds=4", "unknown key 'data.rounds'; did you mean 'rounds' (before all tables)?"),
+    ],
+)
+def test_so_it_is_for_a_value_on_the_command_line(override: str, said: str, tmp_path: Path) -> None:
+    assert said in problem("", tmp_path, override)
+
+
+METHOD = """
+from dataclasses import dataclass
+from typing import ClassVar
+import fedstill
+{above}
+class Mine(fedstill.Method):
+    '''Averaging.'''
+    topology: ClassVar[str] = "parallel"
+    beta{kind} = 0.5
+
+class Heir(Mine):
+    '''The same.'''
+"""
+
+
+def method(folder: Path, above: str, kind: str) -> None:
+    (folder / "mine.py").write_text(METHOD.format(above=above, kind=kind))
+
+
+@pytest.mark.parametrize("name", ["Mine", "Heir"])
+@pytest.mark.parametrize("value", ["beta = 0.3", ""])
+def test_a_method_of_ones_own_without_dataclass_is_told_so(name: str, value: str, tmp_path: Path) -> None:
+    method(tmp_path, above="", kind=": float")
+    said = problem(f"[method]\nname = 'mine.py:{name}'\n{value}", tmp_path)
+    assert said == (
+        "method Mine (mine.py, line 6) has fields (beta) that no config can set: "
+        "write @dataclass(frozen=True) above its class"
+    )
+
+
+def test_a_field_without_a_type_is_told_so(tmp_path: Path) -> None:
+    method(tmp_path, above="@dataclass(frozen=True)", kind="")
+    said = problem("[method]\nname = 'mine.py:Mine'\nbeta = 0.3", tmp_path)
+    assert said == "unknown key 'method.beta'; in class Mine it has no type, write: beta: float = 0.5"
+
+
+def test_a_class_that_is_as_it_should_be_is_taken(tmp_path: Path) -> None:
+    method(tmp_path, above="@dataclass(frozen=True)", kind=": float")
+    (tmp_path / "right.toml").write_text("[method]\nname = 'mine.py:Heir'\nbeta = 0.3")
+    assert settle(load(tmp_path / "right.toml")).named.method.values == {"beta": 0.3}
