@@ -147,7 +147,8 @@ def test_commands_write_lines_to_the_standard_error(
     assert call(["run", "short.toml", "--out", "one"]) == 0
     said = capsys.readouterr()
     heads = [line.split(",")[0] for line in said.err.splitlines()]
-    assert heads[:2] == ["fedavg: 3 rounds", "fedavg: round 1 of 3"] and heads[-1] == "fedavg: round 3 of 3"
+    assert heads[:2] == ["fedavg: 3 rounds", "fedavg: round 1 of 3"]
+    assert heads[-1] == "fedavg: round 3 of 3"
     assert "round 1" not in said.out
     assert call(["compare", "short.toml", "--seeds", "1,2", "--jobs", "1", "--out", "all"]) == 0
     lines = capsys.readouterr().err.splitlines()
