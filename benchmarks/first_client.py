@@ -60,7 +60,7 @@ def plainly(pixels: str, seed: int) -> tuple[float, float]:
     """The same by a plain loop."""
     _, _, view, temperature = first_client(pixels, seed)
     assert view.validation is not None
-    x, held = (normal(e.images, *PIXELS[pixels]) for e in (view.data, view.validation))
+    x, held = (normal(e.values, *PIXELS[pixels]) for e in (view.data, view.validation))
     torch.manual_seed(seed)
     blocks = [
         layer

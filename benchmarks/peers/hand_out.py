@@ -36,10 +36,10 @@ def task_of(ready: Prepared, rounds: int) -> Task:
     sizes = torch.tensor([0, *(len(p) for p in sites.parts)])
     by_client = torch.cat(list(sites.parts))
     examples = {
-        "images": sites.inputs.plain(sites.train.images[by_client]),
+        "images": sites.inputs.plain(sites.train.values[by_client]),
         "labels": sites.train.labels[by_client],
         "starts": sizes.cumsum(0),
-        "test_images": sites.inputs.plain(sites.common_test.images),
+        "test_images": sites.inputs.plain(sites.common_test.values),
         "test_labels": sites.common_test.labels,
     }
     orders = {
@@ -67,8 +67,8 @@ def write(workload: Workload, rounds: int, folder: Path) -> Task:
     task = task_of(ready, rounds)
     task = replace(task, about={**task.about, "workload": workload.name, "sampled": workload.sampled})
     task.save(folder)
-    kept = {"images": dataset.train.images, "labels": dataset.train.labels}
-    test = {"test_images": dataset.test.images, "test_labels": dataset.test.labels}
+    kept = {"images": dataset.train.values, "labels": dataset.train.labels}
+    test = {"test_images": dataset.test.values, "test_labels": dataset.test.labels}
     save_file({**kept, **test}, folder / "stored.safetensors")
     return task
 

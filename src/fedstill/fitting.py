@@ -17,7 +17,7 @@ from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
 from fedstill.queries import Asking, Standing, Why, reasons, without_numbers
 from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
-from fedstill.teachers import noise_probe
+from fedstill.teachers import as_inputs, noise_probe
 from fedstill.trees import dtype_of
 from fedstill.wire.reports import PROBE, WHY
 from fedstill.work import ClientWork
@@ -50,8 +50,10 @@ def probe_seed(world: World) -> int:
 
 def probed(spec: ModelSpec, params: Tensors, world: World, samples: int = SAMPLES) -> Tensor:
     """What a model predicts on the noise that all models of a run are shown: (C,), its mean softmax."""
-    predict = predictor(spec, params)
-    return noise_probe(lambda x: predict(x.to(dtype_of(params))), spec.input_shape, samples, probe_seed(world))
+    predict, kind = predictor(spec, params), dtype_of(params)
+    return noise_probe(
+        lambda x: predict(as_inputs(x, kind)), spec.input_shape, samples, probe_seed(world), spec.vocabulary
+    )
 
 
 def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:

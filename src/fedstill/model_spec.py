@@ -12,15 +12,18 @@ from fedstill.files import short_name
 class ModelSpec:
     """A network by name: what it is built from, so that equal specs are equal architectures.
 
-    ``input_shape``: (channels, height, width); ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the
-    numbers of units of its hidden layers, where they are not the network's own.
+    ``input_shape``: of one example: (channels, height, width) of an image, (D,) of a vector or a row of a table,
+    (channels, L) of a series, (L,) of a text's token ids. ``vocabulary``: how many token ids there are, 0 where inputs
+    are numbers. ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the numbers of units of its hidden
+    layers, where they are not the network's own.
     """
 
     name: str
-    input_shape: tuple[int, int, int]
+    input_shape: tuple[int, ...]
     classes: int
     fields: tuple[tuple[str, Any], ...] = ()
     widths: tuple[int, ...] = ()
+    vocabulary: int = 0
 
     def __str__(self) -> str:
         """All of it: the seed of initial weights is made of this."""

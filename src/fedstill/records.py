@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -102,7 +103,7 @@ class World(Protocol):
     def rounds(self) -> int: ...
     @property
     def public(self) -> int:
-        """How many public images there are."""
+        """How many public examples there are."""
 
     @property
     def seed(self) -> int: ...
@@ -129,10 +130,10 @@ class World(Protocol):
 class Passes(Protocol):
     """The passes over a site's data that ``begin`` and ``end`` may ask the engine for."""
 
-    def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+    def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in evaluation mode, in the order of the examples; of the site's network, or of another."""
 
-    def features(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+    def features(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
         """Features (n, D), what the body gives, in evaluation mode; of the site's network, or of another."""
 
     def gradients(
@@ -143,22 +144,32 @@ class Passes(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """Images (n, channels, H, W), uint8 or normalised float, and labels (n,) int64."""
+    """Inputs and labels (n,) int64. The type of the inputs says what they are.
 
-    images: Tensor
+    ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them; or token ids (n, L)
+    int64, of which 0 is padding.
+    """
+
+    values: Tensor
     labels: Tensor
 
+    @property
+    def images(self) -> Tensor:
+        """The old name of ``values``; it goes with the next release."""
+        warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
+        return self.values
+
     def __len__(self) -> int:
-        return self.images.shape[0]
+        return self.values.shape[0]
 
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
         there = index.to(self.labels.device)
-        return Examples(self.images.index_select(0, there), self.labels.index_select(0, there))
+        return Examples(self.values.index_select(0, there), self.labels.index_select(0, there))
 
     def to(self, device: str) -> Examples:
         """The examples on a device."""
-        return Examples(self.images.to(device), self.labels.to(device))
+        return Examples(self.values.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ HOMES = {
 
 GIVEN = {
     "partition": {"labels", "clients", "seed"},
-    "model": {"input_shape", "in_channels", "classes", "num_classes"},
+    "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
     "dataset": {"folder"},
 }
 """Parameters that the library supplies, and that are therefore no fields of a config."""

@@ -270,7 +270,7 @@ def test_an_npz_in_fortran_order_is_read_right(tmp_path: Path) -> None:
         tmp_path / "mine/a.npz", train_images=np.asfortranarray(images), test_images=images, test_labels=np.ones(10)
     )
     data = load_dataset(str(tmp_path / "mine"))
-    assert np.array_equal(data.train.images.numpy(), images.transpose(0, 3, 1, 2))
+    assert np.array_equal(data.train.values.numpy(), images.transpose(0, 3, 1, 2))
 
 
 def test_an_archive_that_says_that_it_is_larger_than_memory(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def test_every_image_is_normalised_by_what_the_config_says(
     assert prepared.sites.common_test is not None
     centre, spread = (np.array(v, dtype=np.float64).reshape(3, 1, 1) for v in (mean, std))
     for examples in (prepared.sites.train, prepared.sites.public, prepared.sites.common_test):
-        expected = (examples.images.numpy() / 255 - centre) / spread
-        np.testing.assert_allclose(prepared.sites.inputs.plain(examples.images).numpy(), expected, atol=2e-6)
+        expected = (examples.values.numpy() / 255 - centre) / spread
+        np.testing.assert_allclose(prepared.sites.inputs.plain(examples.values).numpy(), expected, atol=2e-6)
     facts = Facts.known_by(prepared)
     assert (facts.mean, facts.std) == (mean, std), "sites with data of their own are told the same"
     assert facts.inputs(prepared.settings) == prepared.sites.inputs
@@ -63,7 +63,7 @@ def test_every_image_is_normalised_by_what_the_config_says(
 def test_noise_is_standard_normal_after_this_normalisation() -> None:
     found = ready(method="toy_logits", public=2000, public_from="noise", mean=(0.4,), std=(0.1,)).sites.public
     assert found is not None
-    values = (found.images.double() / 255 - 0.4) / 0.1
+    values = (found.values.double() / 255 - 0.4) / 0.1
     assert float(values.std()) == pytest.approx(1.0, abs=0.02)
     assert float(values.mean()) == pytest.approx(0.0, abs=0.02)
 
@@ -151,7 +151,7 @@ def test_hipers_recipe_has_the_notebooks_pixels_and_their_split_for_every_seed(t
         prepared = prepare(variant.settings, blobs)
         assert (prepared.sites.inputs.mean, prepared.sites.inputs.std) == ((0.5,), (0.5,))
         assert prepared.sites.public is not None
-        assert torch.equal(prepared.sites.public.images, blobs.train.images[torch.from_numpy(public)])
+        assert torch.equal(prepared.sites.public.values, blobs.train.values[torch.from_numpy(public)])
         for client, part in enumerate(parts):
             cut = int(0.8 * len(part))
             assert halves(prepared, client) == [(part[:cut].tolist(), part[cut:].tolist())] * 2

@@ -47,18 +47,18 @@ def test_hidden_labels_are_missing_everywhere() -> None:
 
 def test_noise_is_standard_normal_after_normalisation_and_the_same_each_time() -> None:
     found = public(public=2000, public_from="noise")
-    assert found.images.shape == (2000, 1, toys.SIDE, toys.SIDE)
+    assert found.values.shape == (2000, 1, toys.SIDE, toys.SIDE)
     assert (found.labels == -1).all()
-    values = (found.images.double() / 255 - 0.5) / 0.5
+    values = (found.values.double() / 255 - 0.5) / 0.5
     assert values.std() == pytest.approx(0.7, abs=0.1), "standard normal, cut at black and white"
     assert values.mean() == pytest.approx(0, abs=0.02)
-    assert torch.equal(found.images, public(public=2000, public_from="noise").images)
+    assert torch.equal(found.values, public(public=2000, public_from="noise").values)
 
 
 def test_a_folder_of_ones_own_images(tmp_path: Path) -> None:
     folder = images(tmp_path / "mine")
     found = public(public_from=str(folder))
-    assert found.images.shape == (12, 1, toys.SIDE, toys.SIDE)
+    assert found.values.shape == (12, 1, toys.SIDE, toys.SIDE)
     assert (found.labels == -1).all()
     assert len(public(public_from=str(folder), public=5)) == 5
 
@@ -67,7 +67,7 @@ def test_images_of_another_size_or_kind_are_resized_if_that_is_said(tmp_path: Pa
     folder = images(tmp_path / "large", side=9, mode="RGB")
     with pytest.raises(DataError, match=r"large have shape \(3, 9, 9\), the run's \(1, 4, 4\); .*public_resize"):
         public(public_from=str(folder))
-    assert public(public_from=str(folder), public_resize=True).images.shape == (12, 1, 4, 4)
+    assert public(public_from=str(folder), public_resize=True).values.shape == (12, 1, 4, 4)
     images(tmp_path / "mixed", count=3, side=9)
     images(tmp_path / "mixed" / "more", count=1)
     (tmp_path / "mixed" / "more" / "000.png").rename(tmp_path / "mixed" / "100.png")
@@ -109,7 +109,7 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
     with pytest.raises(DataError, match=r"10 classes, the run's data 5; set data.public_labels = false"):
         public(public_from="digits", public_resize=True)
     found = public(public_from="digits", public_resize=True, public_labels=False, public=50)
-    assert found.images.shape == (50, 1, 4, 4)
+    assert found.values.shape == (50, 1, 4, 4)
 
 
 @pytest.mark.parametrize(

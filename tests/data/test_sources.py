@@ -74,7 +74,7 @@ def test_digits_are_there_without_anything():
     data = load_dataset("digits")
     assert data.input_shape == (1, 8, 8)
     assert (len(data.train), len(data.test), data.validation) == (1438, 359, None)
-    assert int(data.train.images.max()) == 255
+    assert int(data.train.values.max()) == 255
     assert torch.equal(data.train.labels.bincount() + data.test.labels.bincount(), torch.tensor(REAL_DIGITS))
     assert (data.mean, data.std) == ((0.5,), (0.5,))
 
@@ -89,16 +89,16 @@ def test_shared_folders_match_their_checksums(name):
     known = catalog.FOLDERS[name]
     splits = {"train": data.train, "test": data.test} | ({"validation": data.validation} if data.validation else {})
     assert {s: len(x) for s, x in splits.items()} == known.sizes
-    assert {s: sums((x.images.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
+    assert {s: sums((x.values.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
 
 
 @pytest.mark.slow
 def test_cifar10_matches_its_checksums_and_is_read_again_at_once():
     real_root("cifar10")
     data = load_dataset("cifar10")
-    assert data.train.images.shape == (50_000, 3, 32, 32)
+    assert data.train.values.shape == (50_000, 3, 32, 32)
     assert data.test.labels.bincount().tolist() == [1000] * 10
-    assert torch.equal(load_dataset("cifar10").train.images, data.train.images)
+    assert torch.equal(load_dataset("cifar10").train.values, data.train.values)
 
 
 def test_fashion_mnist_of_debian(monkeypatch):
@@ -106,7 +106,7 @@ def test_fashion_mnist_of_debian(monkeypatch):
         pytest.skip("Debian's dataset-fashion-mnist is not installed")
     monkeypatch.delenv("FEDSTILL_DATA", raising=False)
     data = load_dataset("fashion-mnist")
-    assert data.train.images.shape == (60_000, 1, 28, 28)
+    assert data.train.values.shape == (60_000, 1, 28, 28)
     assert data.classes[9] == "Ankle boot"
     assert data.train.labels.bincount().tolist() == [6000] * 10
 
@@ -117,12 +117,12 @@ def test_fashion_mnist_of_debian(monkeypatch):
 def check(name, images, labels, **fields):
     data = load_dataset(name, **fields)
     expected = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)
-    assert data.train.images.dtype == torch.uint8
+    assert data.train.values.dtype == torch.uint8
     assert data.train.labels.dtype == torch.int64
-    assert np.array_equal(data.train.images.numpy(), expected)
+    assert np.array_equal(data.train.values.numpy(), expected)
     assert np.array_equal(data.train.labels.numpy(), labels)
     again = load_dataset(name, **fields)
-    assert torch.equal(again.train.images, data.train.images)
+    assert torch.equal(again.train.values, data.train.values)
     assert (again.classes, again.mean, again.std) == (data.classes, data.mean, data.std)
     return data
 
@@ -243,7 +243,7 @@ def test_the_hub_is_read_once(root, monkeypatch):
         )
         first = load_dataset("some/thing")
     assert (len(first.train), len(first.test), first.classes) == (24, 6, ("a", "b", "c"))
-    assert torch.equal(load_dataset("some/thing").train.images, first.train.images)
+    assert torch.equal(load_dataset("some/thing").train.values, first.train.values)
 
 
 # One's own data
@@ -278,7 +278,7 @@ def test_images_by_class_with_splits(root):
                 Image.new("RGB", (8, 8), (i, 0, c == "yes")).save(root / "pets" / split / c / f"{i}.png")
     data = load_dataset("pets")
     assert (len(data.train), len(data.test), data.classes) == (8, 4, ("no", "yes"))
-    assert torch.equal(data.train.images[:, 2, 0, 0].long(), data.train.labels)
+    assert torch.equal(data.train.values[:, 2, 0, 0].long(), data.train.labels)
 
 
 def test_changed_files_are_decoded_anew(root):
@@ -352,7 +352,7 @@ def test_arrays_of_numpy_are_taken_as_tensors_are():
     for own in (images, frozen, np.asfortranarray(images)):
         for kind in (np.uint8, np.int32, np.uint16, np.int64):
             got = from_tensors("mine", (own, np.array(labels, dtype=kind)), (own, np.array(labels, dtype=kind)))
-            assert torch.equal(got.train.images, want.train.images)
+            assert torch.equal(got.train.values, want.train.values)
             assert torch.equal(got.train.labels, want.train.labels)
     with pytest.raises(DataError, match="images are float64, not uint8"):
         from_tensors("mine", (images / 255, np.array(labels)), (images, np.array(labels)))
@@ -367,7 +367,7 @@ def test_one_file_is_a_data_set(root, tmp_path, monkeypatch):
     for name in ("scans.parquet", "./scans.parquet", str(tmp_path / "scans.parquet")):
         got = load_dataset(name)
         assert (len(got.train), len(got.test), got.classes) == (24, 6, ("a", "b", "c"))
-        assert torch.equal(got.train.images, want.train.images)
+        assert torch.equal(got.train.values, want.train.values)
     write_parquet(tmp_path / "test-only.parquet", images, labels, ["a", "b", "c"])
     assert len(load_dataset("test-only.parquet").train) == 24, "one file is all there is, whatever it is called"
     arrays = {
@@ -462,16 +462,16 @@ def test_known_names_hold_what_they_promise(root, monkeypatch):
 
 def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):
     first = load_dataset("digits")
-    whole = first.train.images.clone()
-    first.train.images.zero_()  # must not reach the file
-    assert torch.equal(load_dataset("digits").train.images, whole)
+    whole = first.train.values.clone()
+    first.train.values.zero_()  # must not reach the file
+    assert torch.equal(load_dataset("digits").train.values, whole)
     (folder,) = (p for p in (tmp_path / "cache/decoded").iterdir() if p.is_dir())
     file = folder / "train-images.npy"
     for bad in (file.read_bytes()[:1000], b""):
         file.write_bytes(bad)
-        assert torch.equal(load_dataset("digits").train.images, whole)
+        assert torch.equal(load_dataset("digits").train.values, whole)
     (folder / "about.json").write_text("{")
-    assert torch.equal(load_dataset("digits").train.images, whole)
+    assert torch.equal(load_dataset("digits").train.values, whole)
     assert [p.name for p in folder.parent.iterdir() if p.name.startswith(".")] == []
 
 

@@ -69,7 +69,7 @@ RUNS: dict[str, Experiment] = {
 def saved(folder: Path, train: Examples, test: Examples) -> str:
     """A folder with these images and labels."""
     folder.mkdir(parents=True)
-    named = {f"{s}_images": e.images[:, 0].numpy() for s, e in (("train", train), ("test", test))}
+    named = {f"{s}_images": e.values[:, 0].numpy() for s, e in (("train", train), ("test", test))}
     labels = {f"{s}_labels": e.labels.clamp(min=0).numpy() for s, e in (("train", train), ("test", test))}
     np.savez(folder / "data.npz", **named, **labels)
     return str(folder)

@@ -149,7 +149,7 @@ def own_data(folder: Path, ready: Any, client: int, test: Any) -> Path:
     part = ready.sites.train.take(ready.sites.parts[client])
     folder.mkdir(parents=True)
     arrays = {"train": part, "test": test}
-    named = {f"{s}_images": e.images[:, 0].numpy() for s, e in arrays.items()}
+    named = {f"{s}_images": e.values[:, 0].numpy() for s, e in arrays.items()}
     np.savez(folder / "data.npz", **named, **{f"{s}_labels": e.labels.numpy() for s, e in arrays.items()})
     return folder
 
@@ -206,7 +206,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
     assert public is not None
     right = tmp_path / "public"
     right.mkdir()
-    images, labels = public.images[:, 0].numpy(), public.labels.numpy()
+    images, labels = public.values[:, 0].numpy(), public.labels.numpy()
     np.savez(right / "d.npz", train_images=images, train_labels=labels, test_images=images, test_labels=labels)
     assert Clerk(replace(site, public=str(right)))(request).failure == ""
 

@@ -43,7 +43,7 @@ def plain_loop(prepared: Prepared, plan: Plan) -> dict[str, Tensor]:
         optimiser: torch.optim.Optimizer = torch.optim.Adam(module.parameters(), **common)
     else:
         optimiser = torch.optim.SGD(module.parameters(), momentum=plan.momentum, **common)
-    x, y = prepared.sites.inputs.plain(view.data.images), view.data.labels
+    x, y = prepared.sites.inputs.plain(view.data.values), view.data.labels
     order = generator(seed_for(7, 2, 0, 0, "order"))
     for _ in range(plan.epochs):
         for index in torch.randperm(len(y), generator=order).split(plan.batch):
@@ -78,7 +78,7 @@ def test_what_it_starts_from_is_left_alone(prepared: Prepared) -> None:
 def test_losses_are_means_over_the_examples_of_the_last_epoch(prepared: Prepared) -> None:
     """With steps too small to move anything, whatever the batches: a short last one counts by its examples."""
     view, start = prepared.sites.view(0, STAGE), prepared.world.initial(0)
-    logits = contract.predictor(view.model, start)(prepared.sites.inputs.plain(view.data.images))
+    logits = contract.predictor(view.model, start)(prepared.sites.inputs.plain(view.data.values))
     expected = torch.nn.functional.cross_entropy(logits, view.data.labels).item()
     for batch in (1, 7, 1000):
         assert len(view.data) % 7
@@ -108,7 +108,7 @@ def test_no_epochs_train_nothing(prepared: Prepared) -> None:
 
 def test_a_client_without_examples_trains_nothing(prepared: Prepared) -> None:
     view = prepared.sites.view(0, STAGE)
-    empty = replace(view, data=Examples(view.data.images[:0], view.data.labels[:0]))
+    empty = replace(view, data=Examples(view.data.values[:0], view.data.labels[:0]))
     start = Carry(prepared.world.initial(0))
     result = train(ClientWork(), start, Plan(epochs=3), STAGE, empty, prepared.sites.inputs, seed=7)
     assert result.ran.steps == 0

@@ -72,7 +72,7 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
     test = prepared.sites.common_test
     assert test is not None
     shown = torch.isin(test.labels, torch.tensor([*event["query"], *event["own"]]))
-    x = prepared.sites.inputs.plain(test.images[shown])
+    x = prepared.sites.inputs.plain(test.values[shown])
     said = contract.predictor(prepared.world.model(event["client"]), params)(x).argmax(1).tolist()
     plane = np.array(event["plane"])
     at = [

@@ -52,14 +52,14 @@ def test_its_numbers_are_those_of_plain_evaluations(tmp_path: Path, monkeypatch:
     assert [e["client"] for e in events] == [c for c, _, _ in hops]
     assert len(events) == 6
     for i, (event, (_, start, end)) in enumerate(zip(events, hops, strict=True)):
-        by_class = [share(ready, end, test.images[test.labels == c], test.labels[test.labels == c]) for c in range(5)]
+        by_class = [share(ready, end, test.values[test.labels == c], test.labels[test.labels == c]) for c in range(5)]
         assert event["class_accuracy"] == pytest.approx(by_class)
         if i == 0:
             assert "previous" not in event, "nobody trained before the first client"
             continue
         previous = hops[i - 1][0]
         part = ready.sites.parts[previous]
-        images, labels = ready.sites.train.images[part], ready.sites.train.labels[part]
+        images, labels = ready.sites.train.values[part], ready.sites.train.labels[part]
         assert event["previous"] == previous
         assert event["handed_over"] == pytest.approx(share(ready, start, images, labels))
         assert event["kept"] == pytest.approx(share(ready, end, images, labels))

@@ -70,7 +70,7 @@ def test_a_program_of_torch_gives_the_same_logits_for_any_batch(finished: Path, 
     path = tmp_path / "new" / "model.pt2"
     assert call(["export", str(finished), "--pt2", str(path)]) == 0
     model, program = load_model(finished), torch.export.load(path).module()
-    images = toys.blobs().test.images
+    images = toys.blobs().test.values
     with torch.no_grad():
         for batch in (images, images[:1], images[:13]):
             torch.testing.assert_close(program(batch), model(batch), rtol=1e-5, atol=1e-6)
@@ -86,7 +86,7 @@ def test_onnx_takes_images_as_they_are_and_says_the_classes(finished: Path, tmp_
     (images_in,), (logits_out,) = session.get_inputs(), session.get_outputs()
     assert (images_in.name, images_in.type, images_in.shape) == ("images", "tensor(uint8)", ["batch", 1, 4, 4])
     assert (logits_out.name, logits_out.shape) == ("logits", ["batch", toys.CLASSES])
-    images, model = toys.blobs().test.images, load_model(finished)
+    images, model = toys.blobs().test.values, load_model(finished)
     with torch.no_grad():
         for batch in (images, images[:1]):
             (logits,) = session.run(None, {"images": batch.numpy()})
@@ -126,7 +126,7 @@ def test_the_folder_needs_torch_and_safetensors_alone(
     assert "state the licence in README.md" in capsys.readouterr().out
     names = ["README.md", "check.safetensors", "config.json", "model.py", "model.safetensors"]
     assert sorted(p.name for p in folder.iterdir()) == names
-    images = toys.blobs().test.images
+    images = toys.blobs().test.values
     safetensors.torch.save_file({"images": images}, tmp_path / "images.safetensors")
     program = f"""
 {WITHOUT_FEDSTILL}

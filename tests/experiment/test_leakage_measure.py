@@ -81,18 +81,18 @@ def test_others_are_test_images_of_the_members_classes_and_members_were_trained_
     assert tried is not None
     inside, outside = torch.chunk(tried.examples.labels, 2)
     assert torch.equal(inside, outside)
-    members, others = torch.chunk(tried.examples.images, 2)
+    members, others = torch.chunk(tried.examples.values, 2)
     for client in seen.stage.clients:
         mine = tried.owners[: len(inside)] == client
         data = own(room, client)
         assert mine.sum() == len(data), "few examples: all are tried"
-        there = {image.numpy().tobytes() for image in data.images}
+        there = {image.numpy().tobytes() for image in data.values}
         assert {image.numpy().tobytes() for image in members[mine]} == there
-    tested = {image.numpy().tobytes() for image in room.test.images}
+    tested = {image.numpy().tobytes() for image in room.test.values}
     assert {image.numpy().tobytes() for image in others} <= tested
     again = leakage._candidates(seen.stage.clients, replace(seen.stage, round=9), room)
     assert again is not None
-    assert torch.equal(again.examples.images, tried.examples.images), "the same in every round"
+    assert torch.equal(again.examples.values, tried.examples.values), "the same in every round"
 
 
 def test_no_more_are_tried_than_there_are_test_images_of_the_class(
@@ -117,8 +117,8 @@ def test_examples_that_are_held_out_are_no_members(tmp_path: Path) -> None:
     assert tried is not None
     view = room.sites.view(0, seen.stage)
     assert view.validation is not None
-    held = {image.numpy().tobytes() for image in view.validation.images}
-    assert not held & {image.numpy().tobytes() for image in torch.chunk(tried.examples.images, 2)[0]}
+    held = {image.numpy().tobytes() for image in view.validation.values}
+    assert not held & {image.numpy().tobytes() for image in torch.chunk(tried.examples.values, 2)[0]}
 
 
 def attacks_by_hand(phi: Mapping[int, np.ndarray], owners: np.ndarray) -> tuple[Any, Any]:
@@ -286,6 +286,6 @@ def test_every_engine_gives_the_same(tmp_path: Path) -> None:
 
 
 def test_cost_grows_with_the_clients() -> None:
-    images = measures(["leakage"])["leakage"].images
+    images = measures(["leakage"])["leakage"].examples
     assert images(100, 10, 300) == 2 * 300 * 11
     assert images(10_000, 10, 50_000) == 2 * 2000 * 11

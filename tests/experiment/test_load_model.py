@@ -109,7 +109,7 @@ def own(runs: Runs, tmp_path: Path) -> Path:
 def right(model: TrainedModel, data: Dataset) -> torch.Tensor:
     """Which test images a module predicts right, in plain PyTorch."""
     with torch.no_grad():
-        logits = torch.cat([model(images) for images in data.test.images.split(100)])
+        logits = torch.cat([model(images) for images in data.test.values.split(100)])
     return logits.argmax(1) == data.test.labels
 
 
@@ -139,7 +139,7 @@ def test_its_logits_are_those_of_the_evaluation_to_the_bit(name: str, runs: Runs
     ready = prepare(settings_of(folder), toys.blobs())
     state = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest().state  # type: ignore[union-attr]
     predict = next(iter(ready.settings.method.predictors(state, ready.world).values()))
-    model, images = load_model(folder), toys.blobs().test.images
+    model, images = load_model(folder), toys.blobs().test.values
     for raw, inputs in zip(images.split(100), shards(images, ready.sites.inputs), strict=True):
         with torch.no_grad():
             assert torch.equal(model(raw), predict(inputs))
@@ -240,7 +240,7 @@ def test_a_run_that_has_trained_nothing_is_refused(own: Path) -> None:
 def test_without_checkpoints_it_is_the_final_model(own: Path, runs: Runs) -> None:
     whole = load_model(own)
     shutil.rmtree(own / "checkpoints")
-    images = toys.blobs().test.images
+    images = toys.blobs().test.values
     with torch.no_grad():
         assert torch.equal(load_model(own)(images), whole(images))
     (own / "model.safetensors").write_bytes(b"half")
@@ -287,7 +287,7 @@ def test_a_run_of_before_has_its_inputs_from_the_catalogue_or_the_data(
     assert start.pop("inputs") == {"shape": [1, 8, 8], "pixels": "uint8", "mean": [0.5], "std": [0.25]}
     (tmp_path / "digits" / "journal.jsonl").write_text("\n".join([json.dumps(start), *lines[1:]]) + "\n")
     older = load_model(tmp_path / "digits")
-    images = load_dataset("digits").test.images
+    images = load_dataset("digits").test.values
     with torch.no_grad():
         assert torch.equal(older(images), stored(images))
 
@@ -321,7 +321,7 @@ def test_a_file_of_ones_own_that_changed_is_warned_of(tmp_path: Path, caplog: py
 
 
 def test_pixels_are_taken_as_uint8_or_divided_by_255_and_as_nothing_else(runs: Runs) -> None:
-    model, images = load_model(runs("fedntd")), toys.blobs().test.images
+    model, images = load_model(runs("fedntd")), toys.blobs().test.values
     with torch.no_grad():
         assert torch.equal(model(images), model(images.float() / 255))
         assert model(images[:0]).shape == (0, toys.CLASSES)
@@ -338,11 +338,11 @@ def test_pixels_are_taken_as_uint8_or_divided_by_255_and_as_nothing_else(runs: R
 
 def test_data_that_are_floats_are_taken_as_they_are(tmp_path: Path) -> None:
     data = toys.blobs()
-    floats = [replace(e, images=e.images.float() / 64 - 2) for e in (data.train, data.test)]
+    floats = [replace(e, values=e.values.float() / 64 - 2) for e in (data.train, data.test)]
     data = replace(data, train=floats[0], test=floats[1])
     result = run(replace(EXPERIMENTS["fedntd"], rounds=1), tmp_path / "run", data=data)
     model = load_model(result)
     assert model.pixels == "float32"
     assert float(right(model, data).double().mean()) == result.accuracy
     with pytest.raises(ConfigError, match=r"images are torch.uint8; give floats"):
-        model(toys.blobs().test.images)
+        model(toys.blobs().test.values)

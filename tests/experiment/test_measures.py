@@ -113,7 +113,7 @@ def test_it_looks_without_leaving_a_trace(whole: tuple[str, Path], tmp_path: Pat
 def test_it_is_documented(whole: tuple[str, Path]) -> None:
     entry = registry.lookup("measure", whole[0])
     assert entry.summary.endswith(".")
-    images = [measures([whole[0]])[whole[0]].images(n, 10, 5000) for n in (100, 1000)]
+    images = [measures([whole[0]])[whole[0]].examples(n, 10, 5000) for n in (100, 1000)]
     assert 0 < images[0] <= images[1]
 
 
@@ -142,13 +142,13 @@ def common_test() -> tuple[Tensor, Tensor]:
     ready = prepare(settle(measured()), toys.blobs())
     test = ready.sites.common_test
     assert test is not None
-    return ready.sites.inputs.plain(test.images), test.labels
+    return ready.sites.inputs.plain(test.values), test.labels
 
 
 def trained(client: int, inputs: type[Inputs] = Inputs) -> tuple[Tensor, Tensor]:
     sites = prepare(settle(measured()), toys.blobs()).sites
     own = sites.train.take(sites.parts[client])
-    return inputs(sites.inputs.mean, sites.inputs.std).plain(own.images), own.labels
+    return inputs(sites.inputs.mean, sites.inputs.std).plain(own.values), own.labels
 
 
 def shares(client: int) -> np.ndarray:

@@ -84,7 +84,7 @@ class Federation:
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
         part, train = self.ready.sites.parts[client], self.ready.sites.train
-        return self.inputs(train.images[part]), train.labels[part]
+        return self.inputs(train.values[part]), train.labels[part]
 
     def inputs(self, images: Tensor) -> Tensor:
         return normal(self.ready, images)

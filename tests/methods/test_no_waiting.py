@@ -111,5 +111,5 @@ def test_evaluation_waits_once() -> None:
     with Watch() as watch:
         right = correct_by_class(lambda x: x.mean((2, 3)), data, Inputs(), 3)
     assert watch.found == []
-    hits = data.images.mean((2, 3)).argmax(1) == data.labels
+    hits = data.values.mean((2, 3)).argmax(1) == data.labels
     assert right.tolist() == [int(hits[data.labels == c].sum()) for c in range(3)]

@@ -80,7 +80,7 @@ def test_fedbe(fields: dict[str, object], cycle: int, low: float, after: float) 
     ready = ready_for(method, **PUBLIC)
     fed, tau, uniform = Federation(ready), float(fields.get("temperature", 1.0)), "aggregation" in fields
     assert ready.sites.public is not None
-    x, params = fed.inputs(ready.sites.public.images), fed.start
+    x, params = fed.inputs(ready.sites.public.values), fed.start
     for round in (1, 2):
         sent = [fed.fit(params, ce, round, c) for c in fed.cohort(round)]
         start = average(sent, uniform)

@@ -189,7 +189,7 @@ def test_a_server_does_phase_one_without_labels(over: str) -> None:
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     sizes = [len(part) for part in prepared.sites.parts]
     net = copy.deepcopy(plain.local[max(range(6), key=lambda c: sizes[c])])
-    x = plain.fed.inputs(prepared.sites.public.images)
+    x = plain.fed.inputs(prepared.sites.public.values)
     adam = torch.optim.Adam(net.parameters(), lr=PLAN["lr"], weight_decay=PLAN["weight_decay"], foreach=False)
     draw = generator(seed_for(7, 1, 1, -1, "order"))
     for _ in range(3):

@@ -47,7 +47,7 @@ class Plainly:
         everyone = (SERVER, *CLIENTS)
         self.models = {c: {k: v.clone() for k, v in self.ready.world.initial(c).items()} for c in everyone}
         public = self.ready.sites.public
-        self.public, self.public_labels = normal(self.ready, public.images), public.labels
+        self.public, self.public_labels = normal(self.ready, public.values), public.labels
 
     def net(self, client: int) -> nn.Module:
         made = contract.build(self.ready.world.model(client)).double()
@@ -59,7 +59,7 @@ class Plainly:
         order = torch.randperm(len(part), generator=generator(seed_for(7, 0, 0, client, "validation")))
         held = set(order[: round(self.held * len(part))].tolist())
         kept = part[[i for i in range(len(part)) if i not in held]]
-        return normal(self.ready, train.images[kept]), train.labels[kept]
+        return normal(self.ready, train.values[kept]), train.labels[kept]
 
     def fit(self, client: int, round: int, stage: int, x: Tensor, y: Tensor, loss: Loss, public: bool = False) -> None:
         model, lr = self.net(client).train(), self.ready.settings.plans["local"].lr * PLAN["lr_decay"] ** (round - 1)

@@ -130,7 +130,7 @@ def test_feddf(tau: float) -> None:
     ready = ready_for({"name": "feddf", "temperature": tau}, **PUBLIC)
     fed = Federation(ready)
     assert ready.sites.public is not None
-    x, params = fed.inputs(ready.sites.public.images), fed.start
+    x, params = fed.inputs(ready.sites.public.values), fed.start
     for round in (1, 2):
         sent = [fed.fit(params, ce, round, c) for c in fed.cohort(round)]
         student = fed.net(average(sent))
@@ -156,7 +156,7 @@ def test_feddf_never_reads_a_public_label() -> None:
     ready, data = ready_for("feddf", **PUBLIC), toys.blobs()
     labels = data.train.labels.clone()
     labels[torch.from_numpy(public_split(len(labels), toys.PUBLIC, 7)[1])] = 0
-    relabelled = replace(data, train=Examples(data.train.images, labels))
+    relabelled = replace(data, train=Examples(data.train.values, labels))
     other = in_double(prepare(settle(experiment("feddf", **PUBLIC)), relabelled))
     assert ready.sites.public is not None
     assert other.sites.public is not None

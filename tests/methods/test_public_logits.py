@@ -35,7 +35,7 @@ def federation(name: object, **changes: object) -> Prepared:
 
 
 def relabelled(ready: Prepared, labels: Tensor) -> Prepared:
-    public = Examples(ready.sites.public.images, labels)
+    public = Examples(ready.sites.public.values, labels)
     return replace(ready, sites=replace(ready.sites, public=public))
 
 

@@ -30,14 +30,14 @@ class Dataset:
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """(C, H, W) of every image."""
-        channels, height, width = self.train.images.shape[1:]
+        channels, height, width = self.train.values.shape[1:]
         return channels, height, width
 
 
 def examples_digest(examples: Examples) -> str:
     """The SHA-256 of images and labels, the same on whatever device they are."""
-    sum_ = hashlib.sha256(f"{tuple(examples.images.shape)} {examples.images.dtype}".encode())
-    for tensor in (examples.images, examples.labels):
+    sum_ = hashlib.sha256(f"{tuple(examples.values.shape)} {examples.values.dtype}".encode())
+    for tensor in (examples.values, examples.labels):
         sum_.update(tensor.cpu().contiguous().numpy().tobytes())
     return sum_.hexdigest()
 

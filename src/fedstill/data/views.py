@@ -70,7 +70,7 @@ class SiteViews:
         spec = self.model(client)
         passes, public = self.passes(spec), self._public(stage)
         if client == SERVER:
-            data = public or Examples(self.train.images[:0], self.train.labels[:0])
+            data = public or Examples(self.train.values[:0], self.train.labels[:0])
             counts = torch.zeros(self.classes, dtype=torch.int64)
             return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
@@ -88,7 +88,7 @@ class SiteViews:
 
     @cached_property
     def _unlabelled(self) -> Examples | None:
-        return self.public and Examples(self.public.images, torch.full_like(self.public.labels, -1))
+        return self.public and Examples(self.public.values, torch.full_like(self.public.labels, -1))
 
     def _split(self, client: int, share: float, round: int | None = None) -> tuple[Tensor, Tensor]:
         """Positions in ``train`` of what a client trains on, and of the share that it holds out; of a round, or all."""

@@ -73,7 +73,7 @@ def forward_flops(spec: ModelSpec) -> float:
     from torch.utils.flop_counter import FlopCounterMode
 
     params = {k: v.to("meta") for k, v in contract.module(spec).state_dict().items()}
-    x = torch.zeros(1, *spec.input_shape, device="meta")
+    x = contract.example(spec, 1, "meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         contract.forward(contract.module(spec, "frozen").eval(), params, x)
     return float(counter.get_total_flops())

@@ -28,19 +28,19 @@ class LoneClient:
     def __init__(self, carry: Carry, view: View, how: How) -> None:
         self.view, self.how = view, how
         (self.examples,) = examples_by_client([carry], [view], how.stage)
-        self.device = self.examples.images.device
+        self.device = self.examples.values.device
         self.carry: Carry = replace(
             carry, teachers=on_device(carry.teachers, self.device), constants=on_device(carry.constants, self.device)
         )
         self.params = {k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
-        self.pixels = stage_generator(view.client, how, "pixels")
+        self.draws = stage_generator(view.client, how, "pixels")
         plain = not how.inputs.steps
-        self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
+        self.still = Examples(how.inputs.plain(self.examples.values), self.examples.labels) if plain else None
         lasting = self.still is not None and many_passes(how.plan, self.examples)
         self.teachers = Teachers(
             frozen_teachers(self.carry.teachers, view.model),
-            self.still.images if lasting and self.still is not None else None,
+            self.still.values if lasting and self.still is not None else None,
             workers() if len(how.stage.clients) == 1 else 1,  # in a stage of many, other clients have the cores
             how.precision,
         )
@@ -61,7 +61,7 @@ class LoneClient:
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Inputs and labels of a batch."""
         some = (self.examples if self.still is None else self.still).take(batch.index)
-        x = some.images if self.still is not None else self.how.inputs.trained_on(some.images, self.pixels)
+        x = some.values if self.still is not None else self.how.inputs.trained_on(some.values, self.draws)
         return channels_last(x), some.labels
 
     def tables(self, name: str, what: str) -> Tensor | None:

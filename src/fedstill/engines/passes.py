@@ -17,10 +17,10 @@ from fedstill.records import Examples, ModelSpec, Tensors
 from fedstill.trees import on_cpu
 
 
-def shards(images: Tensor, inputs: Inputs) -> Iterator[Tensor]:
-    """Images as inputs, in fixed shards and in their order."""
-    for start in range(0, images.shape[0], SHARD):
-        yield channels_last(inputs.plain(images[start : start + SHARD]))
+def shards(values: Tensor, inputs: Inputs) -> Iterator[Tensor]:
+    """Stored values as inputs, in fixed shards and in their order."""
+    for start in range(0, values.shape[0], SHARD):
+        yield channels_last(inputs.plain(values[start : start + SHARD]))
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class ModelPasses:
     inputs: Inputs
     precision: Precision = "fp32"
 
-    def logits(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+    def logits(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
         """Logits (n, C) in the order of the examples, of this architecture or of another."""
-        return self._each(contract.forward, params, images, model)
+        return self._each(contract.forward, params, examples, model)
 
-    def features(self, params: Tensors, images: Examples, model: ModelSpec | None = None) -> Tensor:
+    def features(self, params: Tensors, examples: Examples, model: ModelSpec | None = None) -> Tensor:
         """Penultimate features (n, D) in the order of the examples, of this architecture or of another."""
-        return self._each(contract.features, params, images, model)
+        return self._each(contract.features, params, examples, model)
 
     def gradients(
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
@@ -51,22 +51,22 @@ class ModelPasses:
         order = torch.randperm(len(examples), generator=generator(0))
         varied = None if seed is None else generator(seed)
         for index in torch.split(order, batch):
-            on_device = {k: channels_last(v.detach().to(examples.images.device, copy=True)) for k, v in params.items()}
+            on_device = {k: channels_last(v.detach().to(examples.values.device, copy=True)) for k, v in params.items()}
             leaves = {k: v.requires_grad_(k in names) for k, v in on_device.items()}
-            images = examples.images[index]
-            x = channels_last(self.inputs.trained_on(images, varied) if varied else self.inputs.plain(images))
+            values = examples.values[index]
+            x = channels_last(self.inputs.trained_on(values, varied) if varied else self.inputs.plain(values))
             loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)
 
     def _each(
-        self, run: Callable[..., Tensor], params: Tensors, images: Examples, model: ModelSpec | None = None
+        self, run: Callable[..., Tensor], params: Tensors, examples: Examples, model: ModelSpec | None = None
     ) -> Tensor:
         m = contract.module(model or self.model, "frozen").eval()
-        params = {k: channels_last(v.to(images.images.device)) for k, v in params.items()}
-        run_at = lowered(run, self.precision, images.images.device)
+        params = {k: channels_last(v.to(examples.values.device)) for k, v in params.items()}
+        run_at = lowered(run, self.precision, examples.values.device)
         with torch.no_grad():
-            out = [run_at(m, params, x) for x in shards(images.images, self.inputs)]
+            out = [run_at(m, params, x) for x in shards(examples.values, self.inputs)]
         if out:
             return torch.cat(out)
         spec = model or self.model
@@ -77,7 +77,7 @@ def correct_by_class(predict: Callable[[Tensor], Tensor], data: Examples, inputs
     """How many examples of each class are predicted right: (C,) int64."""
     right = torch.zeros(classes, dtype=torch.int64, device=data.labels.device)
     start = 0
-    for x in shards(data.images, inputs):
+    for x in shards(data.values, inputs):
         y = data.labels[start : start + len(x)]
         right.index_add_(0, y, (predict(x).argmax(1) == y).long())
         start += len(x)

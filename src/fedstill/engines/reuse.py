@@ -98,7 +98,7 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
         "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
-        "device": str(view.data.images.device),
+        "device": str(view.data.values.device),
         "more": [str(m) for m in more],
     }
     sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())

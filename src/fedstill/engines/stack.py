@@ -32,7 +32,7 @@ class Stack:
     def __init__(self, carries: Sequence[Carry], views: Sequence[View], how: How) -> None:
         self.view, self.how, self.size = views[0], how, len(views)
         each = examples_by_client(carries, views, how.stage)
-        self.device = each[0].images.device
+        self.device = each[0].values.device
         self.start = StackedCarry.of(carries, self.device)
         self._alike = shared(parts(self.start.axes))
         # What trains has an axis of its own for every client, even where all start from the same tensors.
@@ -43,8 +43,8 @@ class Stack:
         self.examples = each[0] if self.common else _below(each)
         plain = not how.inputs.steps
         self.orders = [stage_generator(v.client, how, "order") for v in views]
-        self.pixels = [] if plain else [stage_generator(v.client, how, "pixels") for v in views]
-        self.still = Examples(how.inputs.plain(self.examples.images), self.examples.labels) if plain else None
+        self.draws = [] if plain else [stage_generator(v.client, how, "pixels") for v in views]
+        self.still = Examples(how.inputs.plain(self.examples.values), self.examples.labels) if plain else None
         for teacher in frozen_teachers(self.start.carry.teachers, self.view.model).values():
             contract.module(teacher.spec, "frozen")  # made here: initial weights cannot be drawn under vmap
         self._often = all(many_passes(how.plan, e) for e in each)
@@ -75,11 +75,11 @@ class Stack:
             yield Batch(at, r, mask, ages, n, begins, tuple(counts[t]), table.done, over, None if whole[t] else still)
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Inputs (K, B, channels, H, W) and labels (K, B) of a batch; every client draws for its own real examples."""
+        """Inputs (K, B, …) and labels (K, B) of a batch; every client draws for its own real examples."""
         where = batch.index if self.common else batch.rows
         some = (self.examples if self.still is None else self.still).take(where.flatten())
-        images, labels = (v.view(*where.shape, *v.shape[1:]) for v in (some.images, some.labels))
-        return images if self.still is not None else self._augmented(images, batch.counts), labels
+        values, labels = (v.view(*where.shape, *v.shape[1:]) for v in (some.values, some.labels))
+        return values if self.still is not None else self._augmented(values, batch.counts), labels
 
     def tables(self, name: str, what: str) -> Tensor | None:
         """A teacher's outputs for all clients' data, one below another, where inputs are the same in every epoch."""
@@ -119,7 +119,7 @@ class Stack:
     def _augmented(self, stored: Tensor, counts: Sequence[int]) -> Tensor:
         out = []
         for k, (images, n) in enumerate(zip(stored, counts, strict=True)):
-            x = self.how.inputs.trained_on(images[:n], self.pixels[k]) if n else self.how.inputs.plain(images)
+            x = self.how.inputs.trained_on(images[:n], self.draws[k]) if n else self.how.inputs.plain(images)
             out.append(torch.cat([x, x[:1].expand(len(images) - len(x), *x.shape[1:])]))
         return torch.stack(out)
 
@@ -131,8 +131,8 @@ class Stack:
         own = [frozen_teachers(self.start.of_client(k).teachers, self.view.model)[name] for k in range(self.size)]
         data = [still] * self.size
         if not self.common:
-            images, labels = torch.split(still.images, self.sizes), torch.split(still.labels, self.sizes)
-            data = [Examples(*each) for each in zip(images, labels, strict=True)]
+            values, labels = torch.split(still.values, self.sizes), torch.split(still.labels, self.sizes)
+            data = [Examples(*each) for each in zip(values, labels, strict=True)]
         return torch.cat([self._outputs(teacher, what, some) for teacher, some in zip(own, data, strict=True)])
 
     def _outputs(self, teacher: FrozenModel, what: str, examples: Examples) -> Tensor:
@@ -142,4 +142,4 @@ class Stack:
 
 def _below(each: Sequence[Examples]) -> Examples:
     """Clients' examples, concatenated."""
-    return Examples(torch.cat([e.images for e in each]), torch.cat([e.labels for e in each]))
+    return Examples(torch.cat([e.values for e in each]), torch.cat([e.labels for e in each]))

@@ -90,7 +90,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         bytes_down=down,
         bytes_up=up,
         parameters=sum(v.numel() for v in world.initial(SERVER).values()),
-        data_bytes=prepared.sites.train.images.numel() * prepared.sites.train.images.element_size(),
+        data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
         rounds=settings.rounds,
         engine=_engine(prepared),
         answer=_answer(settings.method),
@@ -124,7 +124,7 @@ def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds
         looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
-        images = looks * measure.images(len(test) if test else 0, one_round.clients, one_round.examples)
+        images = looks * measure.examples(len(test) if test else 0, one_round.clients, one_round.examples)
         share = times * images / max(1, 3 * one_round.trained * one_round.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
     return out

@@ -83,7 +83,7 @@ class WithNewData(SiteViews):
 def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     """The run in which a client also has a data set's training examples; raises ConfigError if they do not fit."""
     sites, classes = prepared.sites, prepared.dataset.classes
-    shape, wanted = tuple(new.train.images.shape[1:]), tuple(sites.train.images.shape[1:])
+    shape, wanted = tuple(new.train.values.shape[1:]), tuple(sites.train.values.shape[1:])
     if shape != wanted:
         raise ConfigError(f"new data {new.name}: images have shape {shape}, those of the run {wanted}")
     unknown = [c for c in new.classes if c not in classes]
@@ -93,7 +93,7 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
         )
     ids = torch.tensor([classes.index(c) for c in new.classes], dtype=torch.int64)
     device, old = str(sites.train.labels.device), len(sites.train)
-    more = Examples(new.train.images, ids[new.train.labels.cpu()]).to(device)
+    more = Examples(new.train.values, ids[new.train.labels.cpu()]).to(device)
     both = Examples(*(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("images", "labels")))
     parts = {c: sites.parts[c] for c in range(prepared.world.clients)}
     parts[client] = torch.cat([parts[client], old + torch.arange(len(more))])

@@ -37,7 +37,7 @@ from fedstill.models.contract import Predictor, predictor
 from fedstill.models.joined import Joined, WeightedVote
 from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
-from fedstill.teachers import noise
+from fedstill.teachers import as_inputs, noise
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -118,9 +118,10 @@ class Patched(ClientWork):
 
     def patched(self, own: Tensors, helper: Tensors, wanted: int, view: View, world: World) -> dict[str, Tensor]:
         """The client's model with the helper's significant parameters for a class in it."""
-        like = next(v for v in helper.values() if v.is_floating_point())
-        x = noise(view.model.input_shape, self.method.samples, probe_seed(world)).to(like)
-        labelled = Examples(x, torch.full((len(x),), wanted)).to(str(view.data.images.device))
+        spec = view.model
+        some = noise(spec.input_shape, self.method.samples, probe_seed(world), spec.vocabulary)
+        x = as_inputs(some, dtype_of(helper))
+        labelled = Examples(x, torch.full((len(x),), wanted)).to(str(view.data.values.device))
         (grads,) = view.passes.gradients(helper, labelled, cross_entropy, len(x))
         taken = {k: self.largest((g * helper[k]).abs()) for k, g in grads.items()}
         return {k: torch.where(taken[k], helper[k], v) if k in taken else v for k, v in own.items()}

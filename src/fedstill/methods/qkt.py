@@ -196,7 +196,7 @@ class PartlyRefined(Refined):
     def scores(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
         """The importance of every entry of the head, from the gradients of batches of the client's own data."""
         mean, total = self.method.importance == "mean", dict[str, Tensor]()
-        numbered = Examples(view.data.images, torch.arange(len(view.data), device=view.data.labels.device))
+        numbered = Examples(view.data.values, torch.arange(len(view.data), device=view.data.labels.device))
         for grads in view.passes.gradients(params, numbered, loss, batch):
             own = {k: g.abs() if mean else g.square() for k, g in head_of(grads).items()}
             total = {k: total[k] + v for k, v in own.items()} if total else own

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.models.network import ImageShape, Network, flat_size
 from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
 @register("model", "alexnet")
-def alexnet(input_shape: InputShape, classes: int, relu: bool = True) -> Network:
+def alexnet(input_shape: ImageShape, classes: int, relu: bool = True) -> Network:
     """AlexNet-8: five 3 x 3 convolutions (32 to 256), 1024 and 512 hidden; 3,868,746 parameters on CIFAR-10.
 
     relu: Whether ReLU follows every layer; without it there is none after the third and fourth convolution, nor after

@@ -10,14 +10,14 @@ from itertools import pairwise
 from torch import nn
 
 from fedstill.fields import CountOrZero, Share
-from fedstill.models.network import InputShape, Network, OnCircle, flat_size, projected
+from fedstill.models.network import ImageShape, Network, OnCircle, flat_size, projected
 from fedstill.models.norms import Norm, norm_layer
 from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
 @register("model", "cnn")
-def cnn(input_shape: InputShape, classes: int, projection: CountOrZero = 0) -> Network:
+def cnn(input_shape: ImageShape, classes: int, projection: CountOrZero = 0) -> Network:
     """FedNTD's CNN: two 5 x 5 convolutions (32, 64), one hidden layer of 512; 2,156,490 parameters on CIFAR-10.
 
     projection: The width of a projection under the head, as MOON has it (256 there); 0 for none.
@@ -29,7 +29,7 @@ def cnn(input_shape: InputShape, classes: int, projection: CountOrZero = 0) -> N
 
 
 @register("model", "simple_cnn")
-def simple_cnn(input_shape: InputShape, classes: int, dropout: Share = 0.25) -> Network:
+def simple_cnn(input_shape: ImageShape, classes: int, dropout: Share = 0.25) -> Network:
     """HiPer-FedKD's SimpleCNN: three 3 x 3 convolutions (32, 64, 128), 512 hidden, dropout; 1,147,466 parameters.
 
     dropout: The share of hidden units left out in training, 0 for none.
@@ -41,7 +41,7 @@ def simple_cnn(input_shape: InputShape, classes: int, dropout: Share = 0.25) -> 
 
 
 @register("model", "fedseq_cnn")
-def fedseq_cnn(input_shape: InputShape, classes: int) -> Network:
+def fedseq_cnn(input_shape: ImageShape, classes: int) -> Network:
     """FedSeq's CNN: two 5 x 5 convolutions (64, 64) unpadded, 384 and 192 hidden; 797,962 parameters on CIFAR-10.
 
     Source: Li & Lyu, "Convergence Analysis of Sequential Federated Learning" (its `cnncifar`).
@@ -53,7 +53,7 @@ def fedseq_cnn(input_shape: InputShape, classes: int) -> Network:
 
 
 @register("model", "qkt_cnn")
-def qkt_cnn(input_shape: InputShape, classes: int) -> Network:
+def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
     """QKT's small CNN: two 5 x 5 convolutions (32, 64) and the head, nothing between; 94,666 parameters on CIFAR-10.
 
     Source: QKT, appendix A.6.3.
@@ -64,7 +64,7 @@ def qkt_cnn(input_shape: InputShape, classes: int) -> Network:
 
 
 @register("model", "qkt_cnn_pooled")
-def qkt_cnn_pooled(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+def qkt_cnn_pooled(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
     """QKT's small CNN, pooled: three normalised 3 x 3 convolutions (32 to 128), means; 94,762 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
@@ -81,7 +81,7 @@ def qkt_cnn_pooled(input_shape: InputShape, classes: int, norm: Norm = "group") 
 
 
 @register("model", "cwc_cnn")
-def cwc_cnn(input_shape: InputShape, classes: int) -> Network:
+def cwc_cnn(input_shape: ImageShape, classes: int) -> Network:
     """CWC's CNN: four 3 x 3 convolutions (64 to 512), 512 and 256 hidden; 2,733,962 parameters on CIFAR-10.
 
     Source: the code of CWC (cyclical weight consolidation).
@@ -92,19 +92,19 @@ def cwc_cnn(input_shape: InputShape, classes: int) -> Network:
 
 
 @register("model", "digits_cnn")
-def digits_cnn(input_shape: InputShape, classes: int) -> Network:
+def digits_cnn(input_shape: ImageShape, classes: int) -> Network:
     """A small CNN for 8 x 8 images: two 3 x 3 convolutions (16, 32), 64 hidden; 13,706 parameters on ten digits."""
     return _build("digits_cnn", input_shape, classes, [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)], [64])
 
 
 @register("model", "tiny_cnn")
-def tiny_cnn(input_shape: InputShape, classes: int) -> Network:
+def tiny_cnn(input_shape: ImageShape, classes: int) -> Network:
     """A tiny CNN for many clients with few images: two 3 x 3 convolutions (8, 16); 1,898 parameters on ten digits."""
     return _build("tiny_cnn", input_shape, classes, [_block(input_shape[0], 8, 3, 1), _block(8, 16, 3, 1)], [])
 
 
 @register("model", "sphere_cnn")
-def sphere_cnn(input_shape: InputShape, classes: int) -> Network:
+def sphere_cnn(input_shape: ImageShape, classes: int) -> Network:
     """FedNTD's CNN whose features are points on a circle: 512 hidden, two numbers of norm 1, and no bias in the head.
 
     Source: FedNTD, appendix N, figure 18.
@@ -115,7 +115,7 @@ def sphere_cnn(input_shape: InputShape, classes: int) -> Network:
 
 
 @register("model", "sphere_digits_cnn")
-def sphere_digits_cnn(input_shape: InputShape, classes: int) -> Network:
+def sphere_digits_cnn(input_shape: ImageShape, classes: int) -> Network:
     """The small CNN for 8 x 8 images whose features are points on a circle, as in ``sphere_cnn``."""
     blocks = [_block(input_shape[0], 16, 3, 1), _block(16, 32, 3, 1)]
     return _build("sphere_digits_cnn", input_shape, classes, blocks, [64], circle=True)
@@ -127,7 +127,7 @@ def _block(inside: int, out: int, kernel: int, padding: int) -> list[nn.Module]:
 
 def _build(
     name: str,
-    input_shape: InputShape,
+    input_shape: ImageShape,
     classes: int,
     blocks: list[list[nn.Module]],
     hidden: list[int],

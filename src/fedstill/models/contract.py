@@ -9,9 +9,8 @@ width.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
+from fedstill.models.handed import RULE, handed
 from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
@@ -29,12 +29,6 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
 
 _modules = threading.local()
-RULE = (
-    "a model's parameters named input_shape (channels, height, width), in_channels, classes or num_classes are given "
-    "what the data have; one with **kwargs gets num_classes; the others are fields of [model]"
-)
-"""How classes and channels are handed over to a model."""
-
 _building = threading.Lock()
 """Held while a module is made: initial weights come from the one generator of the process."""
 
@@ -46,7 +40,7 @@ def build(spec: ModelSpec) -> nn.Module:
     """
     entry = registry.lookup("model", spec.name)
     try:
-        made = entry.build(**_handed(entry.target, spec), **dict(spec.fields))
+        made = entry.build(**handed(entry.target, spec), **dict(spec.fields))
     except TypeError as error:
         raise ConfigError(f"model {spec.name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
     if not isinstance(made, nn.Module):
@@ -56,18 +50,10 @@ def build(spec: ModelSpec) -> nn.Module:
     return with_widths(made, spec.widths) if spec.widths else made
 
 
-def _handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
-    """What a constructor is given of the data, by the names of its parameters."""
-    known = {
-        "input_shape": spec.input_shape,
-        "in_channels": spec.input_shape[0],
-        "classes": spec.classes,
-        "num_classes": spec.classes,
-    }
-    named = inspect.signature(target).parameters
-    handed = {name: value for name, value in known.items() if name in named}
-    rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
-    return handed | ({"num_classes": spec.classes} if rest and not {"classes", "num_classes"} & set(named) else {})
+def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
+    """Inputs without content, (count, *input_shape): zeros, or padding where a network takes token ids (int64)."""
+    kind = torch.int64 if spec.vocabulary else torch.float32
+    return torch.zeros(count, *spec.input_shape, dtype=kind, device=device)
 
 
 def module(spec: ModelSpec, role: str = "student") -> nn.Module:
@@ -101,7 +87,7 @@ def width(spec: ModelSpec) -> int:
     """
     params = {k: v.detach() for k, v in module(spec, "frozen").eval().state_dict().items()}
     with torch.no_grad():
-        z = features(module(spec, "frozen"), params, torch.zeros(2, *spec.input_shape))
+        z = features(module(spec, "frozen"), params, example(spec, 2))
     if z.dim() != 2:
         raise IncompatibleMethod(f"the body of {spec} gives {tuple(z.shape)}, not features (B, D): end it with Flatten")
     return z.shape[1]
@@ -211,8 +197,12 @@ def predictor(spec: ModelSpec, params: Tensors) -> Predictor:
 
 
 def spec_for(
-    name: str, input_shape: tuple[int, int, int], classes: int, fields: Mapping[str, Any] | None = None
+    name: str,
+    input_shape: tuple[int, ...],
+    classes: int,
+    fields: Mapping[str, Any] | None = None,
+    vocabulary: int = 0,
 ) -> ModelSpec:
     """The spec of a registered or imported model; fields are sorted, so that equal settings are equal specs."""
     pairs = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (fields or {}).items()))
-    return ModelSpec(name, input_shape, classes, pairs)
+    return ModelSpec(name, input_shape, classes, pairs, vocabulary=vocabulary)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedstill.models.network import InputShape, Network, flat_size
+from fedstill.models.network import ImageShape, Network, flat_size
 from fedstill.models.pooling import MaxPool2d
 from fedstill.registry import register
 
 
 @register("model", "lenet5")
-def lenet5(input_shape: InputShape, classes: int) -> Network:
+def lenet5(input_shape: ImageShape, classes: int) -> Network:
     """LeNet-5: two 5 x 5 convolutions (6, 16) without padding, 120 and 84 hidden; 44,426 parameters on 28 x 28.
 
     Source: LeCun et al., "Gradient-Based Learning Applied to Document Recognition", in the form of FedSeq's code.

@@ -12,11 +12,16 @@ from fedstill.registry import register
 
 
 @register("model", "mlp")
-@register("model", "logistic", about="Multinomial logistic regression: one linear layer on the pixels.", hidden=())
+@register(
+    "model",
+    "logistic",
+    about="Multinomial logistic regression: one linear layer on all its numbers.",
+    hidden=(),
+)
 def mlp(
     input_shape: InputShape, classes: int, hidden: tuple[Count, ...] = (200, 200), projection: CountOrZero = 0
 ) -> Network:
-    """A fully connected network on the pixels, with ReLU after each hidden layer; by default FedAvg's 2NN.
+    """A fully connected network on all of an example's numbers, with ReLU between; by default FedAvg's 2NN.
 
     hidden: The sizes of the hidden layers; CWC's MLP is ``(1024,)``.
     projection: The width of a projection under the head, as MOON has it; 0 for none.

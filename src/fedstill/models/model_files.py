@@ -60,6 +60,6 @@ def _spec(path: Path, note: str) -> ModelSpec:
         told = json.loads(note)
         fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in told["fields"])
         shape, widths = tuple(told["input_shape"]), tuple(told.get("widths", ()))
-        return ModelSpec(told["name"], shape, int(told["classes"]), fields, widths)
+        return ModelSpec(told["name"], shape, int(told["classes"]), fields, widths, int(told.get("vocabulary", 0)))
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptFile(f"{path} names its network in a way that cannot be read: {error}") from error

@@ -7,8 +7,11 @@ from torch.nn.functional import normalize
 
 from fedstill.errors import ConfigError
 
-InputShape = tuple[int, int, int]
-"""(channels, height, width) of one example."""
+ImageShape = tuple[int, int, int]
+"""(channels, height, width). A network whose ``input_shape`` is annotated so takes images only."""
+
+InputShape = tuple[int, ...]
+"""The shape of one example of any kind, as ``ModelSpec`` says it."""
 
 
 class Network(nn.Module):
@@ -45,7 +48,7 @@ class OnCircle(nn.Module):
         return normalize(x, dim=1)
 
 
-def flat_size(name: str, layers: list[nn.Module], input_shape: InputShape) -> int:
+def flat_size(name: str, layers: list[nn.Module], input_shape: ImageShape) -> int:
     """How many numbers an image becomes after convolutions and max-pools with square kernels.
 
     Raises ConfigError, in the name of the model, if the image is too small for them.
@@ -60,7 +63,7 @@ def flat_size(name: str, layers: list[nn.Module], input_shape: InputShape) -> in
     return channels * reached[0] * reached[1]
 
 
-def too_small(name: str, input_shape: InputShape, least: int) -> str:
+def too_small(name: str, input_shape: ImageShape, least: int) -> str:
     """The line that refuses an image: what the model needs and what it was given."""
     _, height, width = input_shape
     return f"model {name!r} needs images of at least {least} x {least}, these are {height} x {width}; use another model"

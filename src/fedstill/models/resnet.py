@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, group_norm
 
 from fedstill.errors import ConfigError
-from fedstill.models.network import InputShape, Network, too_small
+from fedstill.models.network import ImageShape, Network, too_small
 from fedstill.models.norms import Norm, norm_layer
 from fedstill.registry import register
 
@@ -23,7 +23,7 @@ Block = Callable[[int, int, int, Norm], "Residual"]
 
 
 @register("model", "resnet10")
-def resnet10(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+def resnet10(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
@@ -35,7 +35,7 @@ def resnet10(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 
 
 @register("model", "resnet18")
-def resnet18(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+def resnet18(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
@@ -48,7 +48,7 @@ def resnet18(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 
 
 @register("model", "resnet50")
-def resnet50(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+def resnet50(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
@@ -60,7 +60,7 @@ def resnet50(input_shape: InputShape, classes: int, norm: Norm = "group") -> Net
 
 
 @register("model", "resnet56")
-def resnet56(input_shape: InputShape, classes: int, norm: Norm = "group") -> Network:
+def resnet56(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
     """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
@@ -152,7 +152,7 @@ def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
 
 
 def _resnet(
-    name: str, input_shape: InputShape, classes: int, block: Block, depths: list[int], width: int, norm: Norm
+    name: str, input_shape: ImageShape, classes: int, block: Block, depths: list[int], width: int, norm: Norm
 ) -> Network:
     # Batch statistics of one example with one place are no statistics: torch refuses them in mid-training.
     least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1

@@ -69,7 +69,7 @@ def as_dataset(
 ) -> Dataset:
     """Verified arrays as a data set, with mean and std 0.5 for every channel where none are given."""
     splits = {s: Examples(torch.from_numpy(x), torch.from_numpy(y)) for s, (x, y) in data.splits.items()}
-    channels = splits["train"].images.shape[1]
+    channels = splits["train"].values.shape[1]
     mean = HALF * channels if mean is None else tuple(mean)
     std = HALF * channels if std is None else tuple(std)
     if len(mean) != channels or len(std) != channels or min(std) <= 0:

@@ -47,6 +47,6 @@ class Alignment(Measure):
             }
         return {"clients": list(own), "layers": out}
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each local model, and at the global one before and after."""
         return test * (clients + 2)

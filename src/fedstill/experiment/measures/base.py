@@ -172,10 +172,10 @@ class Measure:
         """Fields of the round's event, made of what clients reported."""
         return {}
 
-    def images(self, test: int, clients: int, own: int) -> int:
-        """About how many images it runs through a network in one look, a gradient counted as three.
+    def examples(self, test: int, clients: int, own: int) -> int:
+        """About how many examples it runs through a network in one look, a gradient counted as three.
 
-        test: images in the test set; clients: how many act in the stage; own: their training images in all.
+        test: examples in the test set; clients: how many act in the stage; own: their training examples in all.
         """
         return 0
 

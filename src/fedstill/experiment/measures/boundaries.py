@@ -69,7 +69,7 @@ class Boundaries(Measure):
             "accuracy": [None if a != a else a for a in each],
         }
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set once at one client, and a few hundred images more."""
         return test + min(test, IMAGES)
 

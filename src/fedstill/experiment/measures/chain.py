@@ -37,7 +37,7 @@ class Chain(Measure):
             fields |= {"previous": seen.previous, **kept}
         return fields
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set once a client, and the previous client's data twice."""
         return test * clients + 2 * own
 

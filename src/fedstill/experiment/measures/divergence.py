@@ -39,6 +39,6 @@ class Divergence(Measure):
         means = {f"mean_{k}": over_clients(v, [1.0] * len(v))[""] for k, v in by_client.items()}
         return {"clients": list(locals_), **by_client, **means}
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set once."""
         return test

@@ -42,7 +42,7 @@ class Diversity(Measure):
             "updates": gradient_diversity(updates),
         }
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """A gradient on each client's own data."""
         return 3 * own
 

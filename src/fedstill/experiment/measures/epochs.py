@@ -50,6 +50,6 @@ class Epochs(Measure):
         """``by_epoch``: for each stage, lists over epochs of means and spreads over clients."""
         return by_epoch(seen.clients, seen.test_counts)
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each client: one look, of which there is one before and one after every epoch."""
         return test * clients

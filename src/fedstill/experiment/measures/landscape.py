@@ -46,7 +46,7 @@ class Landscape(Measure):
         around = {name: _around(room, loss, params) for name, params in models.items()}
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """Two planes, noise and Hessian-vector products (six each), for two models."""
         return 2 * min(test, IMAGES) * (2 * STEPS**2 + DRAWS * len(SCALES) + 2 * 6 * PRODUCTS)
 
@@ -54,8 +54,8 @@ class Landscape(Measure):
 def mean_loss(room: Room, images: Examples) -> Callable[[Tensors], Tensor]:
     """parameters -> mean cross-entropy () on these images, which can be derived twice."""
     network = contract.module(room.spec, "frozen").eval()
-    parts = list(shards(images.images, room.inputs))
-    device = images.images.device
+    parts = list(shards(images.values, room.inputs))
+    device = images.values.device
 
     def loss(params: Tensors) -> Tensor:
         here = {k: v.to(device) for k, v in params.items()}

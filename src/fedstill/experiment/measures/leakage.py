@@ -59,7 +59,7 @@ class Leakage(Measure):
         event = _on_uploads(models, seen.stage, room) if models else {}
         return {**event, **(_on_global(seen, room) if seen.ends_round else {})} or None
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The candidates of all clients under each client's model, and once under the global one."""
         return 2 * min(own, test * clients, MOST) * (clients + 1)
 
@@ -180,7 +180,7 @@ def _candidates(clients: Sequence[int], stage: Stage, room: Room) -> _Candidates
             left[c] = there.roll(-len(mine))
     if not owners:
         return None
-    examples = (torch.cat(side) for side in zip(*((e.images, e.labels) for e in (*inside, *outside)), strict=True))
+    examples = (torch.cat(side) for side in zip(*((e.values, e.labels) for e in (*inside, *outside)), strict=True))
     return _Candidates(Examples(*examples), np.array([*owners, *owners], dtype=np.int64))
 
 

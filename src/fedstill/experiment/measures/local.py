@@ -38,6 +38,6 @@ class Local(Measure):
         """Means and spreads over clients, and the global models' accuracy on the clients' mean label shares."""
         return local_accuracies(seen.clients, seen.received, seen.aggregated, seen.test_counts)
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each client."""
         return test * clients

@@ -60,6 +60,6 @@ class Personal(Measure):
         means = {k: over_clients(by_client, sizes) for k, by_client in each.items() if by_client}
         return {f"{k}_accuracy{suffix}": v for k, by in means.items() for suffix, v in by.items()}
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set and its own data at each client."""
         return test * clients + own

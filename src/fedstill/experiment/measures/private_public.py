@@ -47,6 +47,6 @@ class PrivatePublic(Measure):
         """Accuracies by client, their means, and the server's."""
         return private_public(seen.clients)
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """Public and held-out images are taken to be as many as the test set's, at each client."""
         return test * clients

@@ -36,7 +36,7 @@ class Sphere(Measure):
         }
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each model."""
         return test * (min(clients, MODELS) + 2)
 

@@ -44,7 +44,7 @@ class JointTSNE(Measure):
             "features": room.keep(f"tsne-round{seen.stage.round}-stage{seen.stage.index}", each),
         }
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """A few hundred at each model; the embedding itself takes longer than that."""
         return min(test, IMAGES) * (min(clients, MODELS) + 2)
 

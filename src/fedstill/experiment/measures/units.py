@@ -33,6 +33,6 @@ class Units(Measure):
             else None
         )
 
-    def images(self, test: int, clients: int, own: int) -> int:
+    def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each model."""
         return test * (min(clients, MODELS) + 2)

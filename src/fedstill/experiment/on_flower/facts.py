@@ -36,7 +36,7 @@ class Facts:
     def known_by(prepared: Prepared) -> Facts:
         """What the server knows, and every site must share."""
         data, public = prepared.dataset, prepared.sites.public
-        shape = tuple(data.train.images.shape[1:])
+        shape = tuple(data.train.values.shape[1:])
         return Facts(data.classes, shape, data.mean, data.std, examples_digest(public) if public is not None else "")
 
     @staticmethod
@@ -64,8 +64,8 @@ def labels_of(own: Dataset, examples: Examples, facts: Facts) -> Tensor:
 
     Raises Refused for images of another shape, or a class that the others don't know.
     """
-    if tuple(examples.images.shape[1:]) != facts.shape:
-        raise Refused(f"images at this site have shape {tuple(examples.images.shape[1:])}, not {facts.shape}")
+    if tuple(examples.values.shape[1:]) != facts.shape:
+        raise Refused(f"images at this site have shape {tuple(examples.values.shape[1:])}, not {facts.shape}")
     numbered = own.classes == tuple(str(i) for i in range(len(own.classes)))
     if numbered and len(own.classes) <= len(facts.classes):
         return examples.labels

@@ -179,7 +179,7 @@ class Clerk:
         if not self.site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
         own = load_dataset(self.site.data)
-        train, test = (Examples(e.images, labels_of(own, e, facts)) for e in (own.train, own.test))
+        train, test = (Examples(e.values, labels_of(own, e, facts)) for e in (own.train, own.test))
         public = public_of(settings, self.site.public, facts)
         world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
         world = with_asking(settings, world, label_counts(train.labels, (), len(facts.classes)))

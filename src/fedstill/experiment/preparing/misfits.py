@@ -88,7 +88,7 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
 
 def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
     """Build a model and give it two images, so that an error is one clear line now and not a failed client later."""
-    some = sites.train.images[:2]
+    some = sites.train.values[:2]
     images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:
         out = contract.predictor(spec, contract.initial(spec, 0))(images)

@@ -61,7 +61,7 @@ def copied(
 
 def _as_shown(settings: Settings, public: Examples | None) -> Examples | None:
     hide = public is not None and not settings.data.public_labels
-    return _unlabelled(public.images) if public is not None and hide else public
+    return _unlabelled(public.values) if public is not None and hide else public
 
 
 def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Examples | None]:
@@ -96,10 +96,10 @@ def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, sour
         public, theirs = other.train, len(other.classes)
     if data.public_resize:
         refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
-        public = Examples(_resized(public.images, shape), public.labels)
-    if tuple(public.images.shape[1:]) != shape:
+        public = Examples(_resized(public.values, shape), public.labels)
+    if tuple(public.values.shape[1:]) != shape:
         raise DataError(
-            f"the public images of {source} have shape {tuple(public.images.shape[1:])}, the run's {shape}; "
+            f"the public images of {source} have shape {tuple(public.values.shape[1:])}, the run's {shape}; "
             "set data.public_resize = true, or name other images with data.public_from"
         )
     if data.public_labels and theirs is not None and theirs != classes:

@@ -129,7 +129,7 @@ class Checkpoints:
         if model:
             fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in model["fields"])
             shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
-            model = ModelSpec(model["name"], shape, model["classes"], fields, widths)
+            model = ModelSpec(model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0))
         extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})
         state = State(groups["params"], extra, manifest["round"], manifest["stage"], model)
         memory = {int(c): (file, sha) for c, (file, sha) in manifest["memory"].items()}

@@ -66,7 +66,7 @@ class Measuring:
         data, counts = self.prepared.dataset, self._counts
         asked = self.queried.before() if self.queried.anyone else {}
         told = {"test_counts": self._totals, **asked, **self._networks()}
-        inputs = self.prepared.sites.inputs.stored(data.train.images)
+        inputs = self.prepared.sites.inputs.stored(data.train.values)
         return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told}
 
     def _networks(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def pixels_of(folder: Path, settings: Settings, start: Mapping[str, Any], data: 
             f"{folder} was begun by an earlier version, which did not store what normalises its images, and its data "
             f"are not here; give them: load_model(run, data=...) ({error})"
         ) from error
-    kind = str(dataset.train.images.dtype).removeprefix("torch.")
+    kind = str(dataset.train.values.dtype).removeprefix("torch.")
     return Pixels(dataset.input_shape, dataset.mean, dataset.std, kind)
 
 
