@@ -40,6 +40,7 @@ class Case:
 
 AXES: Mapping[str, tuple[Case, ...]] = {
     "clients": tuple(Case(clients=n, method="moon") for n in (100, 1000, 10_000)),
+    "set_up": tuple(Case(clients=n, sampled=1000, images=2 * n) for n in (10_000, 100_000, 1_000_000)),
     "sampled": tuple(Case(sampled=n) for n in (10, 50, 100, 200)),
     "stacked": tuple(Case(sampled=n, engine="vectorised") for n in (10, 50, 100, 200)),
     "width": tuple(Case(width=n) for n in (64, 256, 1024, 2048)),
@@ -123,11 +124,11 @@ def plot(kept: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(2, len(groups), figsize=(3.4 * len(groups), 5.2), squeeze=False)
     for column, group in enumerate(groups):
         for name in group:
-            found = [row for row in kept if row["varied"] == name]
+            chosen = [row for row in kept if row["varied"] == name]
             key, label = ("sampled", "stacked") if name == "stacked" else (name, "pooled")
             for row, what in enumerate(("round", "memory")):
-                values = [r[what] / (1e6 if what == "memory" else 1) for r in found]
-                axes[row, column].plot([r[key] for r in found], values, "o-", label=label)
+                values = [r[what] / (1e6 if what == "memory" else 1) for r in chosen]
+                axes[row, column].plot([r[key] for r in chosen], values, "o-", label=label)
         for row, says in enumerate(("seconds a round", "memory, MB")):
             ticks = sorted({r[key] for r in kept if r["varied"] in group})
             axes[row, column].set(

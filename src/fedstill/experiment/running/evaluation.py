@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstill.data.dealt_out import DealtOut
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
 
@@ -18,9 +20,12 @@ def images_by_class(sites: SiteViews, classes: int) -> list[int]:
     return [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
 
 
-def counts_by_client(sites: SiteViews) -> list[list[int]]:
-    """Label counts by client (clients, C), held-out examples included; empty where they are nobody's to know."""
-    return [sites.counts(client).tolist() for client in range(len(sites.parts))]
+def dealt_out(sites: SiteViews) -> DealtOut | None:
+    """How the data are dealt out, held-out examples included; None where that is nobody's to know."""
+    if not isinstance(sites.parts, FlatParts):
+        return None
+    order, labels = sites.parts.order.numpy(), sites.train.labels.cpu().numpy()
+    return DealtOut(FlatParts(order, sites.parts.ends), labels[order])
 
 
 def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:
