@@ -25,7 +25,7 @@ class SiteViews:
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
     Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
-    ``own_test``: the test set of a real site, which stays there.
+    ``own_tests``: test sets of clients, which at real sites stay there.
     ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
     of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
     of clients grow with the rounds; None: all are there from the start.
@@ -41,7 +41,7 @@ class SiteViews:
     seed: int
     public: Examples | None = None
     common_test: Examples | None = None
-    own_test: Examples | None = None
+    own_tests: Mapping[int, Examples] = field(default_factory=dict)
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
     held_out: Literal["last"] | None = None
@@ -89,7 +89,7 @@ class SiteViews:
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0, stage.round)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
-        data, test = self.train.take(own), self.own_test
+        data, test = self.train.take(own), self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
         return View(client, spec, data, counts, public, validation, test, passes, query)
 

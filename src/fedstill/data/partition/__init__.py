@@ -1,5 +1,6 @@
 """Splits of a labelled data set over clients: pure functions of (labels, parameters, seed) to index arrays."""
 
+from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
 from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
 from fedstill.data.partition.hiper import hiper, public_split, train_validation
@@ -14,6 +15,7 @@ __all__ = [
     "Draw",
     "Parts",
     "cached",
+    "column",
     "dirichlet",
     "dirichlet_draw",
     "extended_dirichlet",

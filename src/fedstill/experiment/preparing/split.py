@@ -16,13 +16,15 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.records import Examples
 
 
-def split(settings: Settings, labels: NDArray[np.int64]) -> FlatParts[NDArray[np.int64]]:
+def split(settings: Settings, train: Examples) -> FlatParts[NDArray[np.int64]]:
     """Positions of each client's examples; raises InfeasiblePartition if a client would have none."""
-    partition = settings.named.partition
+    partition, labels = settings.named.partition, train.labels.numpy()
     entry, fields = partition.entry, dict(partition.values)
     own = fields.pop("seed", None)
     if "seed" in inspect.signature(entry.target).parameters:
         fields["seed"] = settings.seed if own is None else own
+    if "groups" in inspect.signature(entry.target).parameters:
+        fields["groups"] = None if train.owners is None else train.owners.numpy()
     try:
         apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
         parts = apply(labels=labels, clients=settings.clients, **fields)
