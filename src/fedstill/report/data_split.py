@@ -124,13 +124,13 @@ def _in_numbers(split: Split) -> list[Html]:
         f"mean, of {held.min()} to {held.max()} classes, {held.mean():,.1f} in the mean."
     )
     figures = [
-        figure([_clients_by(sizes, "examples")], "How many clients have how many examples.", "Clients by examples"),
-        figure([_clients_by(held, "classes")], "How many clients have examples of how many classes.", "By classes"),
+        figure([clients_by(sizes, "examples")], "How many clients have how many examples.", "Clients by examples"),
+        figure([clients_by(held, "classes")], "How many clients have examples of how many classes.", "By classes"),
     ]
     return [sentence(says), grid(figures, "small")]
 
 
-def _clients_by(values: NDArray[Any], unit: str) -> Figure:
+def clients_by(values: NDArray[Any], unit: str) -> Figure:
     """How many clients have a value: a bar for each value, or for a range where they are many."""
     each, clients = np.unique(values, return_counts=True)
     names = [f"{v:,.0f}" for v in each]
