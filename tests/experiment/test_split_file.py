@@ -21,13 +21,14 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory import evidence
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.result import Result
-from fedstill.experiment.run_directory.split_file import SPLIT, read_label_counts, read_split
+from fedstill.experiment.run_directory.split_file import SPLIT, networks_of, read_label_counts, read_split
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.records import Examples
 from fedstill.report.data_split import BINS, FIRST, class_by_client, clients_by, split_section, splits
 from fedstill.report.groups import groups
 from fedstill.report.page import page
+from fedstill.report.runs import read_run
 from run_bits import assert_same_bits, bits, stopped
 
 BEFORE = Path(__file__).parent / "begun_before" / "parallel"
@@ -163,6 +164,19 @@ def test_a_pack_has_the_split(whole: Path, tmp_path: Path) -> None:
     assert [*group.runs[0].label_counts] == Result.of(whole).label_counts().tolist()
 
 
+def test_which_client_has_which_network_is_in_the_file(tmp_path: Path) -> None:
+    mixed = toys.toy("fedmd", **toys.suited("fedmd"), measure=(), clients={"models": ["mlp", "logistic"]})
+    folder = stopped(mixed, tmp_path / "run", 1)
+    ready = prepare(settle(mixed), toys.blobs())
+    named = [ready.world.model(c).label for c in range(ready.world.clients)]
+    start = start_of(folder)
+    assert start["split"]["networks"] == list(dict.fromkeys(named))
+    assert "models" not in start
+    assert safetensors.numpy.load_file(folder / SPLIT)["networks"].tolist() == [c % 2 for c in range(len(named))]
+    assert read_run(folder).networks == named
+    assert networks_of(None, {"models": named}) == named, "journals of before have the list"
+
+
 def own(labels: np.ndarray, clients: int) -> list[list[int]]:
     """Lists, as a user writes them."""
     return [list(range(c, len(labels), clients)) for c in range(clients)]
@@ -220,7 +234,7 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     assert len(section.text) < 100_000
     for words in (
         f"The map shows the first {FIRST}; these pictures count all 60,000",
-        "2 to 2 examples, 2.0 in the mean",
+        "A client has 2 examples, of 1 to 2 (mean 1.8) classes",
     ):
         assert words in section.text
     (drawn,) = splits([group])
