@@ -169,7 +169,7 @@ def main() -> None:
         bytes_ = [f"{got[k] / 1e6:.1f}" for k in ("memory", "disk", "journal", "split")]
         table.add_row(name, f"{case.method}, {said}", f"{got['start']:.2f}", f"{got['round']:.3f}", *bytes_)
         kept.append({"varied": name, **asdict(case), **got})
-    Console(width=150).print(table)
+    Console(width=160).print(table)
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1))
     if given.plot:
