@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast, overload
 
 import numpy as np
@@ -102,10 +102,15 @@ class LabelCounts(Sequence[list[int]]):
 
 @dataclass(frozen=True, eq=False)
 class DealtOut:
-    """A run's split: each client's positions in the training set, and the labels (n,) of these, client after client."""
+    """A run's split: each client's positions in the training set, and the labels (n,) of these, client after client.
+
+    names, networks: where clients have different networks, their names, and the number of each client's (clients,).
+    """
 
     parts: FlatParts[NDArray[np.int64]]
     labels: NDArray[Any]
+    names: tuple[str, ...] = ()
+    networks: NDArray[Any] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def counts(self, classes: int) -> LabelCounts:
         """Label counts by client."""

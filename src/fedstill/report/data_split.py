@@ -118,19 +118,27 @@ def split_section(groups: Sequence[Group]) -> Html | None:
 def _in_numbers(split: Split) -> list[Html]:
     """Of a split over more clients than are drawn: what the map shows, and how many clients are how large."""
     sizes, held = split.counts.sizes(), split.counts.classes_held()
+    examples, classes = (_range(values) for values in (sizes, held))
     says = (
         f"{split.name}: too many clients to draw each. The map shows the first {FIRST}; these pictures count all "
-        f"{len(sizes):,}. A client has {sizes.min():,.0f} to {sizes.max():,.0f} examples, {sizes.mean():,.1f} in the "
-        f"mean, of {held.min()} to {held.max()} classes, {held.mean():,.1f} in the mean."
+        f"{len(sizes):,}. A client has {examples} examples, of {classes} classes."
     )
     figures = [
-        figure([_clients_by(sizes, "examples")], "How many clients have how many examples.", "Clients by examples"),
-        figure([_clients_by(held, "classes")], "How many clients have examples of how many classes.", "By classes"),
+        figure([clients_by(sizes, "examples")], "How many clients have how many examples.", "Clients by examples"),
+        figure(
+            [clients_by(held, "classes")], "How many clients have examples of how many classes.", "Clients by classes"
+        ),
     ]
     return [sentence(says), grid(figures, "small")]
 
 
-def _clients_by(values: NDArray[Any], unit: str) -> Figure:
+def _range(values: NDArray[Any]) -> str:
+    """The smallest and the largest value with their mean, or the one that all have."""
+    low, high = int(values.min()), int(values.max())
+    return f"{low:,} to {high:,} (mean {values.mean():,.1f})" if low < high else f"{low:,}"
+
+
+def clients_by(values: NDArray[Any], unit: str) -> Figure:
     """How many clients have a value: a bar for each value, or for a range where they are many."""
     each, clients = np.unique(values, return_counts=True)
     names = [f"{v:,.0f}" for v in each]

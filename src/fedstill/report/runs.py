@@ -18,7 +18,7 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
-from fedstill.experiment.run_directory.split_file import read_label_counts
+from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
 from fedstill.report.checks import check_events, check_looks, check_resumed
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
@@ -32,6 +32,7 @@ class Run:
     yet. ``rounds``, ``clients``: the events of that name, in order; ``measures``: what measures saw. ``written``: when
     the journal was last written, in seconds since 1970. ``resumed``: where the run went on with other versions.
     ``label_counts``: what each client has of each class, (C,) by client; of no client where nobody knows them.
+    ``networks``: the name of each client's network; empty where all have the server's.
     """
 
     folder: Path
@@ -45,6 +46,7 @@ class Run:
     measures: Sequence[Event] = ()
     resumed: Sequence[Event] = ()
     label_counts: LabelCounts = field(default_factory=lambda: LabelCounts.of_table([], 0))
+    networks: Sequence[str] = ()
 
     @property
     def seed(self) -> int:
@@ -141,6 +143,7 @@ def read_run(folder: Path) -> Run:
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     check_resumed(path, by_name.get("resumed", []))
+    split = read_split(folder, start)
     return Run(
         folder,
         _settings(folder / CONFIG),
@@ -152,7 +155,8 @@ def read_run(folder: Path) -> Run:
         path.stat().st_mtime,
         by_name["measure"],
         by_name.get("resumed", []),
-        read_label_counts(folder, start),
+        label_counts_of(split, start),
+        networks_of(split, start),
     )
 
 

@@ -3,6 +3,7 @@
 from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
 from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.hiper import hiper, public_split, train_validation
 from fedstill.data.partition.hybrid import hybrid
 from fedstill.data.partition.iid import iid
@@ -13,6 +14,7 @@ from fedstill.data.partition.sharding import shard_rows, sharding
 
 __all__ = [
     "Draw",
+    "FlatParts",
     "Parts",
     "cached",
     "column",

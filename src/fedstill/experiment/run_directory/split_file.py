@@ -5,7 +5,7 @@ Reading: earlier versions wrote the label counts of all clients into the journal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:
     """Write a run's split into its directory, whole or not at all; what the journal says of it.
 
     The file is safetensors: ``positions`` (n,) and their ``labels`` (n,), client after client, and ``ends`` (clients,),
-    where each client's stop; the numbers have the smallest type that holds them.
+    where each client's stop; the numbers have the smallest type that holds them. Where networks differ, ``networks``
+    (clients,) are numbers of the names that the journal has.
     """
     write_whole(folder / SPLIT, data := _bytes_of(split))
-    return {"file": SPLIT, "sha256": digest(data), "clients": len(split.parts), "examples": len(split.labels)}
+    sizes = {"clients": len(split.parts), "examples": len(split.labels)}
+    named = {"networks": list(split.names)} if split.names else {}
+    return {"file": SPLIT, "sha256": digest(data), **sizes, **named}
 
 
 def begun_split(folder: Path) -> DealtOut | None:
@@ -80,7 +83,8 @@ def read_split(folder: Path, start: Mapping[str, Any]) -> DealtOut | None:
         order, labels, ends = (arrays[name].astype(np.int64) for name in ("positions", "labels", "ends"))
     except (SafetensorError, KeyError) as error:
         raise CorruptFile(f"{path} is no split of a run: {error}; {AGAIN}") from error
-    return DealtOut(FlatParts(order, ends), labels)
+    names = tuple(str(name) for name in start["split"].get("networks", ()))
+    return DealtOut(FlatParts(order, ends), labels, names, arrays.get("networks", np.zeros(0, dtype=np.int64)))
 
 
 def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
@@ -88,12 +92,25 @@ def read_label_counts(folder: Path, start: Mapping[str, Any]) -> LabelCounts:
 
     Raises CorruptFile, naming the file, as ``read_split``; classes: as many as the event ``start`` names.
     """
-    classes, stored = len(start.get("classes", [])), read_split(folder, start)
+    return label_counts_of(read_split(folder, start), start)
+
+
+def label_counts_of(stored: DealtOut | None, start: Mapping[str, Any]) -> LabelCounts:
+    """The same, given what ``read_split`` gave."""
+    classes = len(start.get("classes", []))
     return LabelCounts.of_table(start.get("label_counts", []), classes) if stored is None else stored.counts(classes)
+
+
+def networks_of(stored: DealtOut | None, start: Mapping[str, Any]) -> Sequence[str]:
+    """The network's name of each client, given what ``read_split`` gave; empty where all have the server's."""
+    if stored is None or not stored.names:
+        return [str(name) for name in start.get("models", [])]
+    return [stored.names[number] for number in stored.networks.tolist()]
 
 
 def _bytes_of(split: DealtOut) -> bytes:
     arrays = {"positions": split.parts.order, "labels": split.labels, "ends": split.parts.ends}
+    arrays |= {"networks": split.networks} if split.names else {}
     return safetensors.numpy.save({name: _narrow(array) for name, array in arrays.items()})
 
 

@@ -57,7 +57,8 @@ class Measuring:
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = settings.measured_in
         self.queried = RunQueries(self.prepared)
-        self.dealt_out, classes = dealt_out(self.prepared.sites), self.prepared.world.classes
+        world = self.prepared.world
+        self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
         self._totals = images_by_class(self.prepared.sites, classes)
         counts = self.dealt_out.counts(classes) if self.dealt_out else ()
         self.own = OwnAnswers(settings.method.personal, counts, self._totals)
@@ -71,9 +72,9 @@ class Measuring:
         return {"classes": list(data.classes), "inputs": inputs, **told}
 
     def _networks(self) -> dict[str, Any]:
-        """Which client has which network, if they differ."""
+        """Which client has which network, if they differ and no split says it: real sites."""
         networks = self.prepared.world.client_models
-        return {"models": [spec.label for spec in networks]} if len(set(networks)) > 1 else {}
+        return {"models": [spec.label for spec in networks]} if not self.dealt_out and len(set(networks)) > 1 else {}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
