@@ -15,6 +15,8 @@ ROUND = (
     "personal_accuracy",
     "personal_forgetting",
     "personal_clients",
+    "own_test_accuracy",
+    "own_test_worst",
     "consistency",
     "in_local_accuracy",
     "out_local_accuracy",

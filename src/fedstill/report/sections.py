@@ -43,6 +43,11 @@ OF_CLIENTS = (
         "How far the own classes of clients with own models are below their best earlier look. Lower is better.",
         "Forgetting at clients by round",
     ),
+    (
+        "own_test_accuracy",
+        "Each client's answer on the client's own test set; mean over clients. Higher is better.",
+        "Accuracy on own tests by round",
+    ),
 )
 """What is drawn by round where clients have models of their own: key, sentence and title."""
 

@@ -45,6 +45,11 @@ def from_tensors(
     """
     pairs = {"train": train, "test": test} | ({} if validation is None else {"validation": validation})
     arrays = {split: _split(f"{name}, {split}", given, vocabulary) for split, given in pairs.items()}
+    types = {split: str(values.dtype) for split, (values, _) in arrays.items()}
+    if other := next((split for split in types if types[split] != types["train"]), None):
+        raise DataError(
+            f"{name}: values of train are {types['train']}, those of {other} {types[other]}; give all of one type"
+        )
     about = About(_kind(name, next(iter(arrays.values()))[0], vocabulary, kind), vocabulary)
     data = Decoded(arrays, tuple(classes) if classes else None, about=about)
     return as_dataset(name, verified(name, data), mean, std)

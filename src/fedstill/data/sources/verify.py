@@ -32,7 +32,9 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
             )
     for split, (values, labels) in data.splits.items():
         if len(values) != len(labels):
-            raise DataError(f"{name}, {split} has {len(values)} {MANY[data.about.kind]} and {len(labels)} labels; download it again")
+            raise DataError(
+                f"{name}, {split} has {len(values)} {MANY[data.about.kind]} and {len(labels)} labels; download it again"
+            )
     classes = _classes(name, data, known)
     shapes = {split: values.shape[1:] for split, (values, _) in data.splits.items()}
     if len(set(shapes.values())) != 1:

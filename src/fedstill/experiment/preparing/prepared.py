@@ -41,7 +41,8 @@ NO_DATA = "none"
 class Prepared:
     """A run that is ready to start; its settings name the engine that ``auto`` has chosen.
 
-    ``notes``: what reading and splitting the data left out or took as it was, a sentence each.
+    ``notes``: what reading and splitting the data left out or took as it was, a sentence each; ``names``: what clients
+    are called in the data.
     """
 
     settings: Settings
@@ -49,6 +50,7 @@ class Prepared:
     world: RunWorld
     sites: SiteViews
     notes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def engine(self, memory: Memory | None = None, *, site: bool = False, measured: bool = True) -> SerialEngine:
         """The engine that carries stages out in this process, as the settings name it.
@@ -109,7 +111,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut 
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
-    return Prepared(resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes)
+    return Prepared(resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes, shared.names)
 
 
 def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:

@@ -120,7 +120,16 @@ class Result:
 PERSONAL = ("personal_accuracy", "personal_accuracy_std", "personal_forgetting", "personal_clients")
 """What a summary says of a run whose clients have models of their own: the last round's."""
 
-OF_LAST = (*PERSONAL, "private_by_client", "public_by_client", "server_public_accuracy", "privacy")
+OF_LAST = (
+    *PERSONAL,
+    "own_test_accuracy",
+    "own_test_worst",
+    "own_test_by_client",
+    "private_by_client",
+    "public_by_client",
+    "server_public_accuracy",
+    "privacy",
+)
 """What a summary has of the last round, where it is there."""
 
 
