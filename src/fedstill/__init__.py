@@ -21,6 +21,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from fedstill.data.examples import Dataset as Dataset
     from fedstill.data.sources.loader import load_dataset as load_dataset
+    from fedstill.data.sources.tensors import from_clients as from_clients
     from fedstill.data.sources.tensors import from_tensors as from_tensors
     from fedstill.errors import FedstillError as FedstillError
     from fedstill.experiment.config.experiment import Experiment as Experiment
@@ -52,6 +53,7 @@ _HOMES = {
     "Progress": "fedstill.experiment.progress",
     "Result": "fedstill.experiment.run_directory.result",
     "TrainedModel": "fedstill.experiment.trained.trained_model",
+    "from_clients": "fedstill.data.sources.tensors",
     "from_tensors": "fedstill.data.sources.tensors",
     "load": "fedstill.experiment.config.experiment",
     "load_dataset": "fedstill.data.sources.loader",

@@ -1,6 +1,6 @@
 """Data sets by name through one loader: local folders, what the system has, the Hugging Face hub, tensors."""
 
 from fedstill.data.sources.loader import load_dataset
-from fedstill.data.sources.tensors import from_tensors
+from fedstill.data.sources.tensors import from_clients, from_tensors
 
-__all__ = ["from_tensors", "load_dataset"]
+__all__ = ["from_clients", "from_tensors", "load_dataset"]

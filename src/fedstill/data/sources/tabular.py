@@ -32,7 +32,8 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     Labels that are text become ids in alphabetical order. Raises DataError for a row that misses a value (unless the
     form says what to do about it), holds one that is not finite, or is of another length than the first.
     """
-    tables = {split: frame.read(inputs.names) for split, frame in frames.items()}
+    ordered = sorted(frames, key=("train", "validation", "test").index)
+    tables = {split: frames[split].read(inputs.names) for split in ordered}
     for split, table in tables.items():
         if not len(table):
             raise DataError(f"{what}, {split} holds no examples; leave the file out or download it again")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,57 @@ def from_tensors(
     about = About(_kind(name, next(iter(arrays.values()))[0], vocabulary, kind), vocabulary)
     data = Decoded(arrays, tuple(classes) if classes else None, about=about)
     return as_dataset(name, verified(name, data), mean, std)
+
+
+def from_clients(
+    name: str,
+    clients: Sequence[tuple[Array, Array] | tuple[tuple[Array, Array], tuple[Array, Array]]],
+    test: tuple[Array, Array] | None = None,
+    classes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    **fields: Any,
+) -> Dataset:
+    """A data set of clients' own data, a client each: (values, labels), or ((values, labels), (values, labels)) with a
+    test set of its own.
+
+    test: common to all; without it, all own tests together. names: what clients are called. fields: as for
+    ``from_tensors``. A run of these data has them for its clients; ``partition`` need not be set. Raises DataError
+    where there is no test set at all, and for what ``from_tensors`` refuses.
+    """
+    pairs = [_train_and_test(client) for client in clients]
+    called = tuple(str(n) for n in names) if names is not None else tuple(f"client {i}" for i in range(len(pairs)))
+    if not pairs or len(called) != len(pairs) or len(set(called)) != len(called):
+        raise DataError(f"{name}: {len(pairs)} clients and {len(set(called))} different names; give one name a client")
+    tests = {i: own for i, (_, own) in enumerate(pairs) if own is not None}
+    if test is None and not tests:
+        raise DataError(f"{name}: no client has a test set, and there is no common one; give test=")
+    train = _below(name, {i: own for i, (own, _) in enumerate(pairs)})
+    held, owners = (test, None) if test is not None else (_below(name, tests), _owners_of(tests))
+    assert held is not None
+    data = from_tensors(name, train, held, classes=classes, **fields)
+    whose = _owners_of({i: own for i, (own, _) in enumerate(pairs)})
+    about = replace(data.about, owners=called)
+    return replace(data, train=replace(data.train, owners=whose), test=replace(data.test, owners=owners), about=about)
+
+
+def _train_and_test(client: Any) -> tuple[tuple[Array, Array], tuple[Array, Array] | None]:
+    first, second = client
+    return ((first[0], first[1]), second) if isinstance(first, (tuple, list)) else ((first, second), None)
+
+
+def _below(name: str, each: Mapping[int, tuple[Array, Array]]) -> tuple[Array, Array]:
+    """All clients' values and labels, one below another."""
+    parts = []
+    for i, own in each.items():
+        parts.append([_array(f"{name}, client {i}: {what}", one) for what, one in zip(WHAT, own, strict=True)])
+    shapes = {values.shape[1:] for values, _ in parts}
+    if len(shapes) > 1:
+        raise DataError(f"{name}: clients' examples have several shapes: {', '.join(map(str, sorted(shapes)))}")
+    return np.concatenate([v for v, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def _owners_of(each: Mapping[int, tuple[Array, Array]]) -> Tensor:
+    return torch.cat([torch.full((len(own[1]),), i, dtype=torch.int64) for i, own in each.items()])
 
 
 def _split(what: str, given: tuple[Array, Array], vocabulary: int) -> Arrays:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fedstill.data.sources.likely import likely_kind
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownKeys, UnknownName
@@ -28,6 +29,9 @@ from fedstill.records import Plan
 from fedstill.wire.privacy import Privacy
 
 DEFAULT_CLIENTS = 20
+
+DEFAULT_MODELS = {"image": "cnn", "table": "mlp", "vector": "mlp", "series": "series_cnn", "text": "bag"}
+"""The model of each kind of examples where none is named."""
 
 
 def settle(experiment: Experiment) -> Settings:
@@ -52,10 +56,9 @@ def _settled(experiment: Experiment) -> Settings:
     named_topology = read_named(
         "topology", experiment.table("topology"), base, method.topology, {method.topology: method.schedule}
     )
-    default_model = "digits_cnn" if data.name == "digits" else "cnn"
     named = NamedTables(
         named_method,
-        read_named("model", experiment.table("model"), base, default_model),
+        read_named("model", experiment.table("model"), base, _default_model(experiment, data)),
         read_named("partition", experiment.table("partition"), base),
         named_topology,
     )
@@ -115,6 +118,16 @@ def _method(experiment: Experiment) -> tuple[Named, Method]:
     if not isinstance(built, Method):
         raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
     return named, built
+
+
+def _default_model(experiment: Experiment, data: DataTable) -> str:
+    """The model where none is named: for the kind of examples that the data most likely hold."""
+    named = experiment.table("model").get("name")
+    if named is not None or data.name == "digits":
+        return "digits_cnn"
+    owner = experiment.table("partition").get("column")
+    form = {**data.form, **({"owner": owner} if isinstance(owner, str) else {})}
+    return DEFAULT_MODELS[likely_kind(data.name, data.folder, data.label_column, form)]
 
 
 def _number_of_clients(experiment: Experiment) -> int:

@@ -11,6 +11,7 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.of_data import with_data
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.simulated import simulate
@@ -49,7 +50,7 @@ def run(
     Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
-    settings = settle(experiment.with_values({"data.name": data.name}, "Python") if data else experiment)
+    settings = settle(with_data(experiment, data) if data else experiment)
     _refuse_debug(debug, settings)
     where = elsewhere(settings) if grid is None else ""
     if data is not None and where == "federation":
