@@ -26,12 +26,12 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    vocabulary: int = 0
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of every image."""
-        channels, height, width = self.train.values.shape[1:]
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of every example."""
+        return tuple(self.train.values.shape[1:])
 
 
 def examples_digest(examples: Examples) -> str:

@@ -98,7 +98,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     test = some_of(dataset.test, settings.data.test_size, "test_size")
     classes, shape = len(dataset.classes), tuple(dataset.train.values.shape[1:])
     parts = [] if settings.on_sites else split(settings, train.labels.numpy())
-    world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
+    world = started(settings, world_of(settings, shape, classes, len(public) if public else 0, dataset.vocabulary))
     world = with_asking(settings, world, label_counts(train.labels, parts, classes))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings.data.augment))
     sites = sites_of(settings, world, inputs, train, parts, public=public, test=test if len(test) else None)
@@ -151,6 +151,8 @@ def read_data(settings: Settings) -> Dataset:
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
     """The data set, its pixels as ``data.mean`` and ``data.std`` say; raises ConfigError for a wrong length."""
+    if dataset.train.values.dtype != torch.uint8:
+        return dataset
     channels = dataset.input_shape[0]
     mean, std = (_by_channel(k, getattr(data, k), channels, dataset) for k in ("mean", "std"))
     return replace(dataset, mean=mean, std=std)

@@ -43,7 +43,7 @@ def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Ex
 
 
 def copied(
-    settings: Settings, copy: str, shape: tuple[int, int, int], classes: int, mean: Floats, std: Floats
+    settings: Settings, copy: str, shape: tuple[int, ...], classes: int, mean: Floats, std: Floats
 ) -> Examples | None:
     """The public set at a site, from its own copy of what ``[data] public_from`` names; None without a copy.
 
@@ -74,7 +74,7 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
     return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
-def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: Floats) -> Examples:
+def _noise(settings: Settings, shape: tuple[int, ...], mean: Floats, std: Floats) -> Examples:
     """Standard normal after normalisation, except that pixels are rounded and cut at black and white: uint8."""
     size = settings.data.public
     if size == 0:
@@ -85,7 +85,7 @@ def _noise(settings: Settings, shape: tuple[int, int, int], mean: Floats, std: F
     return _unlabelled((255 * values).round().clamp(0, 255).to(torch.uint8))
 
 
-def _fitting(settings: Settings, shape: tuple[int, int, int], classes: int, source: str, folder: str) -> Examples:
+def _fitting(settings: Settings, shape: tuple[int, ...], classes: int, source: str, folder: str) -> Examples:
     """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
     data, size, place = settings.data, settings.data.public, Path(source)
     if images_in(place):
@@ -119,13 +119,13 @@ def _unlabelled(images: Tensor) -> Examples:
     return Examples(images, torch.full((len(images),), -1, dtype=torch.int64))
 
 
-def _resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Images at another size, bilinear; grey becomes RGB by repetition, RGB grey by its mean."""
     starts = range(0, max(1, len(images)), RESIZED_AT_ONCE)
     return torch.cat([_block_resized(images[i : i + RESIZED_AT_ONCE], shape) for i in starts])
 
 
-def _block_resized(images: Tensor, shape: tuple[int, int, int]) -> Tensor:
+def _block_resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:
     channels, height, width = shape
     out = images.float()
     if out.shape[1] != channels:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import Start, start_of
@@ -55,14 +54,12 @@ class RunWorld:
         return self._initial[spec]
 
 
-def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int) -> RunWorld:
-    """What every side may know, given an image's shape (channels, height, width), the classes and the public images."""
-    if len(shape) != 3:
-        raise ConfigError(f"images must be (n, channels, height, width), not (n, {', '.join(map(str, shape))})")
+def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0) -> RunWorld:
+    """What every side may know, given the shape of an example, the classes, the public examples and the token ids."""
     model = settings.named.model
-    server = contract.spec_for(model.name, shape, classes, dict(model.values))
+    server = contract.spec_for(model.name, shape, classes, dict(model.values), vocabulary)
     networks = assigned(settings.of_clients.models, settings.clients)
-    others = tuple(contract.spec_for(n[0], shape, classes, n[1]) if n else server for n in networks)
+    others = tuple(contract.spec_for(n[0], shape, classes, n[1], vocabulary) if n else server for n in networks)
     return RunWorld(
         settings.clients, classes, settings.rounds, settings.seed, settings.plans, server, others, public=public
     )

@@ -14,7 +14,7 @@ from fedstill.errors import ConfigError, CorruptFile, DataError, UnknownName
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.prepared import read_data, with_pixels
 
-Shape = tuple[int, int, int]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class TrainedModel(nn.Module):
         self,
         network: nn.Module,
         classes: Sequence[str],
-        input_shape: tuple[int, int, int],
+        input_shape: tuple[int, ...],
         mean: Sequence[float],
         std: Sequence[float],
         about: Mapping[str, Any],
