@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
-from fedstill.records import Examples
+from fedstill.data.sources import from_tensors
 
 CLASSES, VOCABULARY = 4, 30
 SHAPES: dict[str, tuple[int, ...]] = {"table": (6,), "series": (2, 16), "text": (12,)}
@@ -21,13 +21,13 @@ def small_data(kind: str, size: int = 72) -> Dataset:
     """Four classes of a kind: numbers around a centre of their class, or texts of words that their class prefers."""
     draw = torch.Generator().manual_seed(0)
 
-    def some(n: int) -> Examples:
+    def some(n: int) -> tuple[Tensor, Tensor]:
         labels = torch.arange(n) % CLASSES
-        return Examples(_texts(labels, draw) if kind == "text" else _numbers(kind, labels, draw), labels)
+        return (_texts(labels, draw) if kind == "text" else _numbers(kind, labels, draw)), labels
 
-    names = tuple(f"class {c}" for c in range(CLASSES))
-    vocabulary = VOCABULARY if kind == "text" else 0
-    return Dataset(f"small {kind}", some(size), some(40), None, names, (), (), vocabulary)
+    names = [f"class {c}" for c in range(CLASSES)]
+    own = {"vocabulary": VOCABULARY} if kind == "text" else {"kind": kind}
+    return from_tensors(f"small {kind}", some(size), some(40), classes=names, **own)  # type: ignore[arg-type]
 
 
 def _numbers(kind: str, labels: Tensor, draw: torch.Generator) -> Tensor:

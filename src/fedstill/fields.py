@@ -108,7 +108,7 @@ def as_table(record: Any) -> dict[str, Any]:
     return {f.name: getattr(record, f.name) for f in fields(record)}
 
 
-_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table"}
+_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table", Mapping: "table"}
 
 
 def legal(hint: Any) -> str:

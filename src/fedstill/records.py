@@ -147,11 +147,12 @@ class Examples:
     """Inputs and labels (n,) int64. The type of the inputs says what they are.
 
     ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them; or token ids (n, L)
-    int64, of which 0 is padding.
+    int64, of which 0 is padding. ``owners``: (n,) int64, whose each example is, where the data say so.
     """
 
     values: Tensor
     labels: Tensor
+    owners: Tensor | None = None
 
     @property
     def images(self) -> Tensor:
@@ -165,11 +166,13 @@ class Examples:
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
         there = index.to(self.labels.device)
-        return Examples(self.values.index_select(0, there), self.labels.index_select(0, there))
+        owners = None if self.owners is None else self.owners.index_select(0, there)
+        return Examples(self.values.index_select(0, there), self.labels.index_select(0, there), owners)
 
     def to(self, device: str) -> Examples:
         """The examples on a device."""
-        return Examples(self.values.to(device), self.labels.to(device))
+        owners = None if self.owners is None else self.owners.to(device)
+        return Examples(self.values.to(device), self.labels.to(device), owners)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ HOMES = {
 """The package in which each kind's built-in things register themselves."""
 
 GIVEN = {
-    "partition": {"labels", "clients", "seed"},
+    "partition": {"labels", "clients", "groups", "seed"},
     "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
     "dataset": {"folder"},
 }

@@ -100,7 +100,7 @@ def test_the_option_takes_every_engine_that_the_key_takes(capsys: pytest.Capture
 def test_explain_checks_what_a_run_would_check(split: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["explain", "small.toml", "-s", "method=fedmd", *split]) == 2
     said = capsys.readouterr()
-    assert said.err == "fedstill: method fedmd needs public data: set data.public to a number of images\n"
+    assert said.err == "fedstill: method fedmd needs public data: set data.public to a number of examples\n"
     assert "method.name" in said.out, "what is asked for can be read all the same"
     assert call(["explain", "small.toml", *split]) == 0
     said = capsys.readouterr()

@@ -92,7 +92,10 @@ def test_a_key_that_is_unset_is_not_written(tmp_path: Path) -> None:
         ({"std": (0.5,) * 4}, r"^data.std has 4 numbers, and images of colour have 3"),
         ({"std": (0.5, 0.0, 0.5)}, r"^data.std = 0.0: input should be greater than 0$"),
         ({"std": (-1.0,)}, r"^data.std = -1.0: input should be greater than 0$"),
-        ({"mean": (123.7,)}, r"^data.mean = 123.7: input should be less than or equal to 1$"),
+        (
+            {"mean": (123.7,)},
+            r"^data.mean = 123.7: input should be less than or equal to 1: pixels are numbers in \[0, 1\] here$",
+        ),
         ({"mean": (float("nan"),)}, r"^data.mean = nan: input should be a finite number$"),
         ({"std": (float("inf"),)}, r"^data.std = inf: input should be a finite number$"),
         ({"mean": ()}, r"^data.mean = \[\]: tuple should have at least 1 item"),

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from fedstill.data.sources import catalog, from_tensors, load_dataset, streams
+from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.verify import sums
 from fedstill.errors import ConfigError, DataError, UnknownName
@@ -293,13 +294,13 @@ def test_tensors():
     data = from_tensors("mine", (images, labels), (images, labels), classes=["a", "b", "c"])
     assert (data.classes, data.input_shape) == (("a", "b", "c"), (1, 4, 4))
     assert from_tensors("mine", (images, labels.int()), (images, labels)).classes == ("0", "1", "2")
-    for bad in [(images.float(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
+    for bad in [(images.int(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
         with pytest.raises(DataError, match="mine, train"):
             from_tensors("mine", bad, (images, labels))
-    with pytest.raises(DataError, match=r"images are float32, not uint8: give pixels from 0 to 255"):
+    with pytest.raises(DataError, match="mine: values of train are float32, those of test uint8; give"):
         from_tensors("mine", (images.float(), labels), (images, labels))
-    with pytest.raises(DataError, match=r"images have shape \(1, 4, 4\), not \(N, C, H, W\)"):
-        from_tensors("mine", (images[0], labels), (images, labels))
+    with pytest.raises(DataError, match=r"values are uint8 of shape \(1, 4, 4\); give pixels as uint8 \(N, C, H, W\)"):
+        from_tensors("mine", (images[0], labels[:1]), (images, labels))
     with pytest.raises(DataError, match="mine, test: labels are a list, not a tensor or a NumPy array"):
         from_tensors("mine", (images, labels), (images, [0] * 6))
     with pytest.raises(DataError, match="example 2 has label 2, outside 0 to 1"):
@@ -354,7 +355,7 @@ def test_arrays_of_numpy_are_taken_as_tensors_are():
             got = from_tensors("mine", (own, np.array(labels, dtype=kind)), (own, np.array(labels, dtype=kind)))
             assert torch.equal(got.train.values, want.train.values)
             assert torch.equal(got.train.labels, want.train.labels)
-    with pytest.raises(DataError, match="images are float64, not uint8"):
+    with pytest.raises(DataError, match="values of train are float32, those of test uint8"):
         from_tensors("mine", (images / 255, np.array(labels)), (images, np.array(labels)))
 
 
@@ -381,12 +382,13 @@ def test_one_file_is_a_data_set(root, tmp_path, monkeypatch):
 
 def test_a_file_that_holds_no_data_set_is_named(root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "scans.csv").write_text("a,b")
+    (tmp_path / "scans.txt").write_text("a,b")
     (tmp_path / "broken.parquet").write_text("nothing")
     refused(
-        r"scans\.csv is a file, and not a parquet or NPZ file; give one of these, or a folder of parquet", "scans.csv"
+        r"scans\.txt is a file, and not a parquet, CSV or NPZ file; give one of these, or a folder of parquet",
+        "scans.txt",
     )
-    refused(r"scans\.csv is a file", "./scans.csv")
+    refused(r"scans\.txt is a file", "./scans.txt")
     refused("cannot be read", "broken.parquet")
     refused(r"there is no file .*/absent\.parquet; paths are relative to the config's folder", "absent.parquet")
 
@@ -466,7 +468,7 @@ def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):
     first.train.values.zero_()  # must not reach the file
     assert torch.equal(load_dataset("digits").train.values, whole)
     (folder,) = (p for p in (tmp_path / "cache/decoded").iterdir() if p.is_dir())
-    file = folder / "train-images.npy"
+    file = folder / "train-values.npy"
     for bad in (file.read_bytes()[:1000], b""):
         file.write_bytes(bad)
         assert torch.equal(load_dataset("digits").train.values, whole)
@@ -501,7 +503,7 @@ def test_two_processes_fill_the_cache_at_once(tmp_path):
 
 def test_held_out_examples_are_stratified_and_kept_in_order():
     labels = np.repeat(np.arange(3), [50, 10, 1])
-    data = hold_out(type("D", (), {"splits": {"train": (np.arange(61), labels)}, "classes": None})())
+    data = hold_out(Decoded({"train": (np.arange(61), labels)}, None))
     train, test = data.splits["train"], data.splits["test"]
     assert np.bincount(test[1]).tolist() == [10, 2]
     assert np.array_equal(np.sort(np.concatenate([train[0], test[0]])), np.arange(61))

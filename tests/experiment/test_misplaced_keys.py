@@ -50,7 +50,7 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
         ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
-        ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of augment, folder"),
+        ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of augment, categorical"),
     ],
 )
 def test_the_key_of_another_table_is_named(text: str, said: str, tmp_path: Path) -> None:

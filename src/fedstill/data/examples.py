@@ -1,4 +1,4 @@
-"""A data set in memory: its splits, its class names, what normalises its pixels; and a fair part of some examples."""
+"""A data set in memory: its splits, its class names, what normalises its inputs; and a fair part of some examples."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from fedstill.data.form import IMAGES, MANY, About
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set ready for use: verified splits, class names, and what normalises its pixels.
+    """A data set ready for use: verified splits, class names, and what is known of its inputs.
 
-    mean, std: one number a channel, for pixels scaled to [0, 1]. Images may be memory-mapped copies-on-write: changing
-    them changes no file.
+    mean, std: of images, one number a channel, for pixels scaled to [0, 1]; of other numbers, one a column or channel
+    where the data set declares them, else none. ``about``: what examples are, and what reading left out. Values may be
+    memory-mapped copies-on-write: changing them changes no file.
     """
 
     name: str
@@ -26,16 +28,26 @@ class Dataset:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    vocabulary: int = 0
+    about: About = IMAGES
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of every example."""
+        """The shape of each example: of an image (C, H, W), of a vector (D,), of a series (C, L), of token ids (L,)."""
         return tuple(self.train.values.shape[1:])
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are; 0 where examples are numbers."""
+        return self.about.vocabulary
+
+    @property
+    def many(self) -> str:
+        """What examples are, for people: "images", "texts"."""
+        return MANY[self.about.kind]
 
 
 def examples_digest(examples: Examples) -> str:
-    """The SHA-256 of images and labels, the same on whatever device they are."""
+    """The SHA-256 of values and labels, the same on whatever device they are."""
     sum_ = hashlib.sha256(f"{tuple(examples.values.shape)} {examples.values.dtype}".encode())
     for tensor in (examples.values, examples.labels):
         sum_.update(tensor.cpu().contiguous().numpy().tobytes())

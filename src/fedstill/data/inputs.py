@@ -1,4 +1,4 @@
-"""From stored images to what a network sees: normalised, and augmented where the run asks for it."""
+"""From stored values to what a network sees: images normalised, and augmented where the run asks for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.augment import augment, normalise
+from fedstill.data.form import IMAGES, About
 
 SHARD = 100
 """Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. With many
@@ -17,26 +18,34 @@ more, the outputs of a convolution no longer fit into a core's cache."""
 
 @dataclass(frozen=True)
 class Inputs:
-    """How images become inputs: the mean and spread of each channel, and the augmentation steps of training."""
+    """How stored values become inputs: of images the mean and spread of each channel, and the augmentation steps.
+
+    ``mean``, ``std`` of other numbers, one a column or channel, are those by which they are standardised already.
+    """
 
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     steps: tuple[str, ...] = ()
+    about: About = IMAGES
 
-    def plain(self, images: Tensor) -> Tensor:
-        """Images (n, channels, H, W) as inputs in float32; images that are floats already are left as they are."""
-        return normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images
+    def plain(self, values: Tensor) -> Tensor:
+        """Values (n, …) as inputs: pixels normalised, in float32; other numbers, and token ids, as they are."""
+        return normalise(values, self.mean, self.std) if values.dtype == torch.uint8 else values
 
-    def stored(self, images: Tensor) -> dict[str, Any]:
-        """What makes the same inputs of such images again: shape and type of one, mean and spread of each channel."""
-        kind = str(images.dtype).removeprefix("torch.")
-        return {"shape": list(images.shape[1:]), "pixels": kind, "mean": self.mean, "std": self.std}
+    def stored(self, values: Tensor) -> dict[str, Any]:
+        """What makes the same inputs of such values again: shape, type, mean, spread, and kind."""
+        type_ = str(values.dtype).removeprefix("torch.")
+        told = {"shape": list(values.shape[1:]), "pixels": type_, "mean": self.mean, "std": self.std}
+        if self.about.kind == "image":
+            return told
+        more = {"vocabulary": self.about.vocabulary, "features": list(self.about.features)}
+        return {**told, "kind": self.about.kind, **{key: value for key, value in more.items() if value}}
 
-    def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Images as one training batch, augmented with draws from the generator."""
+    def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Values as one training batch, augmented with draws from the generator."""
         if not self.steps:
-            return self.plain(images)
-        return augment(images, self.steps, self.mean, self.std, generator)
+            return self.plain(values)
+        return augment(values, self.steps, self.mean, self.std, generator)
 
 
 def channels_last(tensor: Tensor) -> Tensor:

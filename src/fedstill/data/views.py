@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.data.arrival import Arrival
+from fedstill.data.dealt_out import counts_table
 from fedstill.data.inputs import Inputs
+from fedstill.data.partition.flat import FlatParts
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
 
@@ -22,7 +25,7 @@ class SiteViews:
 
     ``parts``: positions in ``train`` of each client. ``public``: the public set, which is also the server's data.
     Its labels are shown in the stages named in ``labelled`` only, and are -1 in all others.
-    ``own_test``: the test set of a real site, which stays there.
+    ``own_tests``: test sets of clients, which at real sites stay there.
     ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
     of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
     of clients grow with the rounds; None: all are there from the start.
@@ -38,7 +41,7 @@ class SiteViews:
     seed: int
     public: Examples | None = None
     common_test: Examples | None = None
-    own_test: Examples | None = None
+    own_tests: Mapping[int, Examples] = field(default_factory=dict)
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     labelled: frozenset[str] = frozenset()
     held_out: Literal["last"] | None = None
@@ -54,6 +57,16 @@ class SiteViews:
             turns = self.arrival.turns(client, self.train.labels[part])
             part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
         return self._counts(self.train.labels[part])
+
+    def all_counts(self) -> Tensor:
+        """The label counts (clients, C) of all clients in one table; (0, C) where the sites keep them."""
+        return counts_table(self.train.labels, self.parts if isinstance(self.parts, Sequence) else (), self.classes)
+
+    def smaller_than(self, size: int) -> int | None:
+        """The first client that has fewer examples than this; None if there is none."""
+        if isinstance(self.parts, FlatParts):
+            return next(iter(np.flatnonzero(self.parts.sizes < size).tolist()), None)
+        return next((c for c in range(len(self.parts)) if self.size(c) < size), None)
 
     def label_shares(self, client: int) -> list[float]:
         """What shares of a client's own data the classes (C,) have."""
@@ -76,7 +89,7 @@ class SiteViews:
         plan = self.plans.get(stage.name)
         own, held = self._split(client, plan.validation if plan else 0.0, stage.round)
         validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
-        data, test = self.train.take(own), self.own_test
+        data, test = self.train.take(own), self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
         return View(client, spec, data, counts, public, validation, test, passes, query)
 

@@ -73,6 +73,12 @@ class ModelPasses:
         return torch.zeros(0, contract.width(spec) if run is contract.features else spec.classes)
 
 
+def right_by_example(predict: Callable[[Tensor], Tensor], data: Examples, inputs: Inputs) -> Tensor:
+    """Which examples are predicted right: (n,) bool, on the CPU."""
+    said = [predict(x).argmax(1) for x in shards(data.values, inputs)]
+    return (torch.cat(said) == data.labels).cpu() if said else torch.zeros(0, dtype=torch.bool)
+
+
 def correct_by_class(predict: Callable[[Tensor], Tensor], data: Examples, inputs: Inputs, classes: int) -> Tensor:
     """How many examples of each class are predicted right: (C,) int64."""
     right = torch.zeros(classes, dtype=torch.int64, device=data.labels.device)

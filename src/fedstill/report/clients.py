@@ -1,4 +1,4 @@
-"""Each client's own model: a section with its network and accuracy, as bars by client and as lines by round."""
+"""What each client gets: a section with its network and accuracy, as bars by client and as lines by round."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, lay
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
+from fedstill.report.runs import Run
 from fedstill.report.summary import NONE
 
 MEASURED_ON = {
     "personal": "test images in the client's proportions of classes",
     "private": "its own held-out examples",
-    "public": "the public images",
+    "public": "the public examples",
+    "own_test": "the client's own test set",
 }
+
+SAYS = {
+    "personal": "accuracy on test examples in the client's proportions of classes",
+    "private": "on held-out examples of its own data",
+    "public": "on the public examples",
+    "own_test": "accuracy of the client's answer, its own model or else the global one, on its own test set",
+}
+
 MOST_DRAWN = 40
 """More clients than this are not drawn one by one."""
 
@@ -26,29 +36,28 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
     if not some or len(_ids(some)) > MOST_DRAWN:
         return None
     bars = [
-        figure([_bars(some, style, kind)], f"After the last round, on {what}.", f"Accuracy on {kind} data by client")
+        figure([_bars(some, style, kind)], f"After the last round, on {what}.", f"Accuracy on {_kind(kind)} by client")
         for kind, what in MEASURED_ON.items()
         if any(_last(g, f"{kind}_by_client") for g in some)
     ]
     if any(g.values("accuracy") for g in some):
         bars.append(figure([_server(some, style)], "After the last round, on the test set.", "Accuracy of the server"))
-    says = (
-        "Every client keeps a model of its own. Personal: accuracy on test images in the client's proportions of "
-        "classes. Private: on held-out examples of its own data. Public: on the public images. Values are means over "
-        "seeds."
-    )
+    there = [kind for kind in MEASURED_ON if any(_last(g, f"{kind}_by_client") for g in some)]
+    each = ". ".join(f"{_kind(kind).capitalize()}: {SAYS[kind]}" for kind in there)
+    own = "Every client keeps a model of its own. " if there != ["own_test"] else ""
+    says = f"{own}{each}. Values are means over seeds."
     saw = (
         "Two values of each client in each round: before and after it learns from the others. A step up is "
         "what it learned."
     )
     courses = [
-        figure([_course(g, kind)], saw, f"{g.label}: {kind} accuracy by round")
+        figure([_course(g, kind)], saw, f"{g.label}: accuracy on {_kind(kind)} by round")
         for g in some
         for kind in MEASURED_ON
         if _rounds(g, kind)
     ]
-    head: list[Cell] = ["client", "network", *(f"{g.label}: {k} [%]" for g in some for k in MEASURED_ON)]
-    lines: list[list[Cell]] = [[c, _network(some, c), *_cells(some, c)] for c in _ids(some)]
+    head: list[Cell] = ["client", "network", *(f"{g.label}: {_kind(k)} [%]" for g in some for k in there)]
+    lines: list[list[Cell]] = [[_name(some, c), _network(some, c), *_cells(some, c, there)] for c in _ids(some)]
     sent = _sent(some)
     parts = [
         html_table(head, lines, "numbers wide"),
@@ -56,7 +65,8 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
         sentence(sent) if sent else None,
         folded("Round by round", grid(courses)) if courses else None,
     ]
-    return section("Each client's own model", sentence(says), *parts, name="clients")
+    title = "Each client's own model" if own else "Each client on its own test set"
+    return section(title, sentence(says), *parts, name="clients")
 
 
 def _last(group: Group, key: str) -> dict[str, float]:
@@ -76,20 +86,29 @@ def _ids(groups: Sequence[Group]) -> list[str]:
     return sorted(ids, key=int)
 
 
+def _kind(kind: str) -> str:
+    return "own tests" if kind == "own_test" else f"{kind} data"
+
+
+def _name(groups: Sequence[Group], client: str) -> str:
+    """What a client is called in the data, or else by its number."""
+    names: Sequence[str] = next((n for g in groups for r in g.started if (n := r.start.get("client_names"))), ())
+    return str(names[int(client)]) if int(client) < len(names) else client
+
+
 def _network(groups: Sequence[Group], client: str) -> str:
-    networks = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
+    networks = dict.fromkeys(_model(r, int(client)) for g in groups for r in g.started)
     return ", ".join(networks)
 
 
-def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -> str:
-    models = start.get("models", [])
-    return str(models[client] if client < len(models) else settings.get("model.name", NONE))
+def _model(run: Run, client: int) -> str:
+    return str(run.networks[client] if client < len(run.networks) else run.settings.get("model.name", NONE))
 
 
-def _cells(groups: Sequence[Group], client: str) -> list[Cell]:
+def _cells(groups: Sequence[Group], client: str, kinds: Sequence[str]) -> list[Cell]:
     out: list[Cell] = []
     for group in groups:
-        for kind in MEASURED_ON:
+        for kind in kinds:
             after, before = (_last(group, f"{kind}{b}_by_client").get(client) for b in ("", "_before"))
             small = "" if before is None else f"<small>{100 * before:.1f} → </small>"
             out.append(NONE if after is None else Html(f"{small}{100 * after:.1f}"))
@@ -102,7 +121,7 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
         {
             "type": "bar",
             "name": named(g),
-            "x": [f"client {c}" for c in ids],
+            "x": [name if (name := _name(groups, c)) != c else f"client {c}" for c in ids],
             "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
             "marker": {"color": style.colour(g)},
             "hovertemplate": "%{x}: %{y:.2%}",

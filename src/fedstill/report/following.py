@@ -199,6 +199,7 @@ class Lines:
 def _numbers(event: Mapping[str, Any]) -> list[str]:
     refused = [f"{event['refused']} refused"] if event.get("refused") else []
     own = [f"for the clients {percent(event['personal_accuracy'])}"] if "personal_clients" in event else []
+    own += [f"on own tests {percent(event['own_test_accuracy'])}"] if "own_test_accuracy" in event else []
     server = [f"{name} {percent(event[name])}" for name in ("accuracy", "forgetting") if event[name] is not None]
     return [*own, *server, *refused]
 

@@ -79,6 +79,15 @@ COLUMNS = (
     ),
     Column("query_average_accuracy_before", "alone", "%", 100, 2, "average accuracy of the client alone"),
     *PERSONAL,
+    Column(
+        "own_test_accuracy",
+        "own tests",
+        "%",
+        100,
+        2,
+        "accuracy of each client's answer on the client's own test set; mean over clients",
+    ),
+    Column("own_test_worst", "own tests, worst", "%", 100, 2, "the same, of the client where it is lowest"),
     Column("in_local_accuracy", "in-local", "%", 100, 2, "local models, on classes in their client's proportions"),
     Column(
         "out_local_accuracy",
@@ -114,7 +123,7 @@ BELOW_ZERO = "forgetting below 0: in the last round the classes are on average b
 """What a table says that has such a number."""
 
 
-OF_CURVES = ("personal_", "in_local", "out_local", "query_", "leakage/")
+OF_CURVES = ("personal_", "own_test_", "in_local", "out_local", "query_", "leakage/")
 """How the keys begin whose numbers are the last of their curve."""
 
 

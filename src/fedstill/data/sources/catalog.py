@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fedstill.data.form import FOUND, Form
 from fedstill.data.sources import checksums
 from fedstill.data.sources.checksums import Sums
 from fedstill.data.sources.cifar100_names import CIFAR100_NAMES
@@ -16,7 +17,8 @@ HALF = (0.5,)
 class Known:
     """A data set of the catalogue.
 
-    sizes: examples a split; total: examples of all splits, where there is no official split; shape: (C, H, W);
+    sizes: examples a split; total: examples of all splits, where there is no official split; shape: of an example;
+    form: what examples are made of, if they are no images, unless a config says otherwise;
     remedy: how to get it, in words that follow "it is not here"; hub: its name on the Hugging Face hub;
     system: the folder of IDX files in which Debian installs it.
     Source of mean and std: FedNTD's and FedSeq's codes; 0.5 where they have none.
@@ -24,7 +26,7 @@ class Known:
 
     name: str
     classes: tuple[str, ...]
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     remedy: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -33,6 +35,7 @@ class Known:
     hub: str | None = None
     system: str | None = None
     sums: Sums = field(default_factory=dict)
+    form: Form = FOUND
 
 
 def _from_hub(name: str, hub: str) -> str:
@@ -48,6 +51,7 @@ def _from_zenodo(name: str) -> str:
 
 _TEN = tuple("0123456789")
 _THINGS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_ACTIVITIES = ("WALKING", "WALKING_UPSTAIRS", "WALKING_DOWNSTAIRS", "SITTING", "STANDING", "LAYING")
 _LESIONS = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 
 DIGITS = Known("digits", _TEN, (1, 8, 8), "it ships with scikit-learn", HALF, HALF, total=1797, sums=checksums.DIGITS)
@@ -194,6 +198,42 @@ FOLDERS = {
         HALF * 3,
         sizes={"train": 7_023, "validation": 1_012, "test": 1_980},
         sums=checksums.HAM10000_28,
+    ),
+    "heart_disease": Known(
+        "heart_disease",
+        ("healthy", "disease"),
+        (15,),
+        "",
+        (),
+        (),
+        form=Form(
+            "table",
+            ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak"),
+            (("cp", (1, 2, 3, 4)), ("restecg", (0, 1, 2))),
+            missing="drop",
+        ),
+        sums=checksums.HEART_DISEASE,
+    ),
+    "har": Known("har", _ACTIVITIES, (561,), "", (), (), form=Form("vector", input="features"), sums=checksums.HAR),
+    "har_signals": Known(
+        "har_signals",
+        _ACTIVITIES,
+        (9, 128),
+        "",
+        (),
+        (),
+        form=Form("series", input="signals"),
+        sums=checksums.HAR_SIGNALS,
+    ),
+    "ag_news-small": Known(
+        "ag_news-small",
+        ("World", "Sports", "Business", "Sci/Tech"),
+        (64,),
+        "",
+        (),
+        (),
+        form=Form("text", input="text"),
+        sums=checksums.AG_NEWS_SMALL,
     ),
 }
 """Folders that are no published data set but have been read: they are verified where their name is found."""

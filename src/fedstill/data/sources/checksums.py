@@ -74,3 +74,7 @@ HAM10000_28: Sums = {
         "3f5311d2a9f20b24349bf17b72343044f0dd3ca20b4a3bb3703aaf0a76997695",
     ),
 }
+HEART_DISEASE: Sums = {}
+HAR: Sums = {}
+HAR_SIGNALS: Sums = {}
+AG_NEWS_SMALL: Sums = {}

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.data.form import FOUND, Form
 from fedstill.data.sources.class_ids import checked_label, class_ids
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.pictures import Pictures
@@ -34,11 +35,15 @@ SPLIT_NAMES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """What to read: the columns by name (None: find them), and the side to resize images to (None: as they are)."""
+    """What to read: the columns by name (None: find them), and the side to resize images to (None: as they are).
+
+    ``form``: what examples are made of, if they are no images.
+    """
 
     image: str | None = None
     label: str | None = None
     size: int | None = None
+    form: Form = FOUND
 
 
 class Table(Protocol):
@@ -73,7 +78,7 @@ def decoded_splits(what: str, tables: Mapping[str, Table], columns: Columns, wit
 
 
 def with_ids(
-    what: str, raw: Mapping[str, tuple[NDArray[np.uint8], list[int | str]]], names: tuple[str, ...] | None
+    what: str, raw: Mapping[str, tuple[NDArray[Any], list[int | str]]], names: tuple[str, ...] | None
 ) -> Decoded:
     """Splits with their labels as class ids; labels that are text are numbered in alphabetical order."""
     every = [value for _, labels in raw.values() for value in labels]
@@ -98,20 +103,34 @@ def read_rows(pictures: Pictures, cells: Iterator[tuple[Any, Any]]) -> tuple[NDA
 
 def _find(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str, str, tuple[str, ...] | None]:
     """The image column, the label column, and the class names written in the file."""
+    images = [k for k, f in features.items() if is_image(f)]
+    image = columns.image or (images[0] if len(images) == 1 else None)
+    if image is None or image not in features:
+        raise DataError(_absent(what, "image", image, features))
+    label, names = label_column(what, features, columns)
+    return image, label, names
+
+
+def label_column(what: str, features: Mapping[str, Any], columns: Columns) -> tuple[str, tuple[str, ...] | None]:
+    """The label column, and the class names written in the file; DataError where it is not clear which it is."""
     import datasets
 
-    images = [k for k, f in features.items() if isinstance(f, datasets.Image) or _is_encoded(f)]
     labels = [k for k, f in features.items() if isinstance(f, datasets.ClassLabel)]
-    image = columns.image or (images[0] if len(images) == 1 else None)
     usual = [name for name in USUAL_LABELS if name in features]
     label = columns.label or next(iter(usual or labels[:1]), None)
-    for role, name in (("image", image), ("label", label)):
-        if name is None or name not in features:
-            asked = f"no column {name!r}" if name else f"not one clear {role} column"
-            raise DataError(f"{what} has {asked} among {', '.join(features) or 'none'}; set {role}_column")
-    feature = features[str(label)]
-    return str(image), str(label), tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+    if label is None or label not in features:
+        raise DataError(_absent(what, "label", label, features))
+    feature = features[label]
+    return label, tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
-def _is_encoded(feature: Any) -> bool:
-    return isinstance(feature, Mapping) and {"bytes", "path"} <= set(feature)
+def is_image(feature: Any) -> bool:
+    """Whether a column holds encoded images, as ``datasets`` says it."""
+    import datasets
+
+    return isinstance(feature, datasets.Image) or (isinstance(feature, Mapping) and {"bytes", "path"} <= set(feature))
+
+
+def _absent(what: str, role: str, name: str | None, features: Mapping[str, Any]) -> str:
+    asked = f"no column {name!r}" if name else f"not one clear {role} column"
+    return f"{what} has {asked} among {', '.join(features) or 'none'}; set {role}_column"

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,28 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedstill.data.cache_folder import cache_folder
+from fedstill.data.form import IMAGES, About
 
-LAYOUT = 1
+LAYOUT = 2
 """Raised when what is written changes, so that older entries are not read."""
 
-Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]
+Arrays = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
 class Decoded:
-    """A data set as arrays: {split: (images (N, C, H, W) uint8, labels (N,) int64)}, and class names if it has them."""
+    """A data set as arrays: {split: (values, labels (N,) int64)}, and class names if it has them.
+
+    Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L) int64. ``owners``: by split, the
+    number (N,) of each example's owner, where the data say whose it is. ``read``: by split, the SHA-256 of inputs and
+    labels as they were read, before anything was left out or encoded; of images none.
+    """
 
     splits: Mapping[str, Arrays]
     classes: tuple[str, ...] | None
+    owners: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    read: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    about: About = IMAGES
 
 
 def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) -> Decoded:
@@ -62,30 +71,42 @@ def _fill(folder: Path, fresh: Decoded) -> Decoded:
 
 def _read(folder: Path) -> Decoded | None:
     try:
-        about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        splits = {split: _read_split(folder, split, shape) for split, shape in about["splits"].items()}
-        classes = about["classes"]
+        told = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+        splits = {split: _read_split(folder, split, shape) for split, shape in told["splits"].items()}
+        owners = {split: _labels(folder, split, "owners", len(splits[split][1])) for split in told["owned"]}
+        classes = told["classes"]
+        said: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told["about"].items()}
+        about = About(**said)
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
-    return Decoded(splits, None if classes is None else tuple(classes))
+    return Decoded(splits, None if classes is None else tuple(classes), owners, about=about)
 
 
 def _read_split(folder: Path, split: str, shape: list[int]) -> Arrays:
-    images = np.load(folder / f"{split}-images.npy", mmap_mode="c", allow_pickle=False)
-    labels = np.load(folder / f"{split}-labels.npy", allow_pickle=False)
-    if list(images.shape) != shape or labels.shape != (shape[0],):
+    values = np.load(folder / f"{split}-values.npy", mmap_mode="c", allow_pickle=False)
+    if list(values.shape) != shape:
         raise ValueError(f"{folder}: {split} is not what about.json says")
-    return images, labels
+    return values, _labels(folder, split, "labels", shape[0])
+
+
+def _labels(folder: Path, split: str, what: str, count: int) -> NDArray[np.int64]:
+    array: NDArray[np.int64] = np.load(folder / f"{split}-{what}.npy", allow_pickle=False)
+    if array.shape != (count,):
+        raise ValueError(f"{folder}: {split} is not what about.json says")
+    return array
 
 
 def _write(folder: Path, data: Decoded) -> None:
     aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
     try:
-        for split, (images, labels) in data.splits.items():
-            np.save(aside / f"{split}-images.npy", images, allow_pickle=False)
+        for split, (values, labels) in data.splits.items():
+            np.save(aside / f"{split}-values.npy", values, allow_pickle=False)
             np.save(aside / f"{split}-labels.npy", labels, allow_pickle=False)
-        about = {"classes": data.classes, "splits": {s: list(a[0].shape) for s, a in data.splits.items()}}
-        (aside / "about.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        for split, codes in data.owners.items():
+            np.save(aside / f"{split}-owners.npy", codes, allow_pickle=False)
+        shapes = {s: list(a[0].shape) for s, a in data.splits.items()}
+        told = {"classes": data.classes, "splits": shapes, "owned": list(data.owners), "about": asdict(data.about)}
+        (aside / "about.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     finally:

@@ -1,4 +1,4 @@
-"""Data in a folder, whichever of the four layouts it is in: parquet, IDX, NPZ, images by class."""
+"""Data in a folder, whichever of the layouts it is in: parquet, CSV, IDX, NPZ, images by class."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from pathlib import Path
 
 from fedstill.data.sources.catalog import Known
 from fedstill.data.sources.columns import Columns
+from fedstill.data.sources.csv_files import read_csv_files
 from fedstill.data.sources.decoded import Decoded, kept
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.idx import is_idx, read_idx
 from fedstill.data.sources.image_folder import read_image_folder
 from fedstill.data.sources.npz import read_npz
-from fedstill.data.sources.parquet import parquet_files, read_parquet
+from fedstill.data.sources.parquet import by_split, read_parquet
+from fedstill.data.sources.pictures import IMAGE_SUFFIXES
 from fedstill.data.sources.verify import verified
 from fedstill.data.sources.walk import files_below
 from fedstill.errors import DataError
+
+DATA_FILES = (".parquet", ".csv", ".npz")
+"""How the names of files end that may hold a data set by themselves."""
 
 
 def data_root(folder: str | Path | None) -> Path | None:
@@ -48,7 +53,9 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
 
     def decode() -> Decoded:
         if not files:
-            raise DataError(f"{place} is empty; it needs parquet files, or images in folders named by their class")
+            raise DataError(
+                f"{place} is empty; it needs parquet or CSV files, or images in folders named by their class"
+            )
         data = _decode(place, files, columns)
         return verified(name, hold_out(data) if "train" in data.splits else data, known)
 
@@ -57,25 +64,30 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
 
 def is_data_file(path: Path) -> bool:
     """Whether a path is a file that may hold a data set by itself."""
-    return path.suffix in (".parquet", ".npz") and path.is_file()
+    return path.suffix in DATA_FILES and path.is_file()
 
 
 def read_file(name: str, path: Path, columns: Columns) -> Decoded:
-    """What one parquet or NPZ file holds, verified, and decoded once; of a parquet file a fifth is held out."""
+    """What one parquet, CSV or NPZ file holds, verified, and decoded once; a fifth is held out where it has no test."""
     about = path.stat()
     stamp = [about.st_size, about.st_mtime_ns]
     origin = {"file": str(path.resolve()), "stamp": stamp, "columns": vars(columns)}
 
     def decode() -> Decoded:
-        data = read_npz(path) if path.suffix == ".npz" else read_parquet(path.parent, {"train": [path]}, columns)
+        if path.suffix == ".npz":
+            data = read_npz(path)
+        else:
+            data = (read_csv_files if path.suffix == ".csv" else read_parquet)(path.parent, {"train": [path]}, columns)
         return verified(name, hold_out(data) if "train" in data.splits else data)
 
     return kept(path.stem, origin, decode)
 
 
 def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    if tables := parquet_files(files):
+    if tables := by_split(files, ".parquet"):
         return read_parquet(place, tables, columns)
+    if (tables := by_split(files, ".csv")) and not any(path.suffix.lower() in IMAGE_SUFFIXES for path in files):
+        return read_csv_files(place, tables, columns)
     if is_idx(place):
         return read_idx(place)
     archives = [path for path in files if path.parent == place and path.suffix == ".npz"]

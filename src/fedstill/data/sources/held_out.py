@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from fedstill.data.sources.decoded import Decoded
@@ -17,11 +19,14 @@ def hold_out(data: Decoded) -> Decoded:
     """
     if "test" in data.splits:
         return data
-    images, labels = data.splits["train"]
+    values, labels = data.splits["train"]
     stream = np.random.RandomState(SEED)
     held = np.zeros(len(labels), dtype=bool)
     for c in np.unique(labels):
         own = stream.permutation(np.flatnonzero(labels == c))
         held[own[: round(TEST_SHARE * len(own))]] = True
-    splits = {**data.splits, "train": (images[~held], labels[~held]), "test": (images[held], labels[held])}
-    return Decoded(splits, data.classes)
+    splits = {**data.splits, "train": (values[~held], labels[~held]), "test": (values[held], labels[held])}
+    owners = {**data.owners}
+    if "train" in owners:
+        owners |= {"train": owners["train"][~held], "test": owners["train"][held]}
+    return replace(data, splits=splits, owners=owners)

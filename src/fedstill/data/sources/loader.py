@@ -2,38 +2,55 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from dataclasses import fields as dataclass_fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedstill.data.examples import Dataset
+from fedstill.data.form import Form
 from fedstill.data.sources.catalog import FOLDERS, Known
 from fedstill.data.sources.columns import Columns
 from fedstill.data.sources.decoded import kept
-from fedstill.data.sources.folders import at_home, data_root, is_data_file, local_folder, read_file, read_folder
+from fedstill.data.sources.folders import (
+    DATA_FILES,
+    at_home,
+    data_root,
+    is_data_file,
+    local_folder,
+    read_file,
+    read_folder,
+)
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
 from fedstill.errors import ConfigError, DataError, UnknownName
+from fedstill.files import short_name
 from fedstill.registry import lookup, names
 
-FIELDS = ("image_column", "label_column", "mean", "size", "std")
+FORM = tuple(field.name for field in dataclass_fields(Form))
+"""Options that say what examples are made of."""
+
+FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM)
 """Options for data that are not in the catalogue."""
 
-FOLDER = "a folder of parquet files, or of images by class"
+FOLDER = "a folder of parquet or CSV files, or of images by class"
 
 
 def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
     """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
 
-    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet or
-    NPZ file or to a folder of parquet files or of images by class, ``"owner/name"`` on the Hugging Face hub, or one's
-    own function ``"mine.py:data"``.
+    name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet,
+    CSV or NPZ file or to a folder of parquet or CSV files or of images by class, ``"owner/name"`` on the Hugging Face
+    hub, or one's own function ``"mine.py:data"``, which returns a Dataset (it is given ``folder``, if it has that
+    parameter).
     folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
-    fields: for folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size), ``mean``,
-    ``std``.
+    fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size),
+    ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
     Raises DataError for data that are absent, damaged or not what their name promises, UnknownName for no such name.
     """
@@ -49,9 +66,13 @@ def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dic
         return _load_other(name, folder, base, fields)
     entry = lookup("dataset", name, base)
     _refuse_unknown(name, fields, entry.fields)
-    data = entry.build(folder=folder, **fields)
+    given = {"folder": folder} if "folder" in inspect.signature(entry.target).parameters else {}
+    data = entry.build(**given, **fields)
     if not isinstance(data, Dataset):
-        raise ConfigError(f"dataset {name!r} gave a {type(data).__name__}; it must return a fedstill Dataset")
+        raise ConfigError(
+            f"dataset {short_name(name)!r} gave a {type(data).__name__}; it must return a Dataset, as "
+            "fedstill.from_tensors makes one"
+        )
     return data
 
 
@@ -74,21 +95,21 @@ def load_known(known: Known, folder: str | Path | None, size: int | None = None)
 
 def _load_other(name: str, folder: str | Path | None, base: Path | None, fields: dict[str, Any]) -> Dataset:
     _refuse_unknown(name, fields, FIELDS)
-    columns = _columns(name, **fields)
+    columns = _columns(name, FOLDERS.get(name), **fields)
     mean: Sequence[float] | None = fields.get("mean")
     std: Sequence[float] | None = fields.get("std")
     path = (base or Path.cwd()) / at_home(name)
     place = local_folder(name, folder) or (path if path.is_dir() else None)
     if place is not None:
-        known = FOLDERS.get(name) if columns == Columns() else None
+        known = FOLDERS.get(name) if not (columns.image or columns.label or columns.size) else None
         data = read_folder(name, place, columns, known)
         if known is not None:
             mean, std = mean or known.mean, std or known.std
     elif is_data_file(path):
         data = read_file(name, path, columns)
     elif path.is_file():
-        raise DataError(f"{path} is a file, and not a parquet or NPZ file; give one of these, or {FOLDER}")
-    elif path.suffix in (".parquet", ".npz"):
+        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; give one of these, or {FOLDER}")
+    elif path.suffix in DATA_FILES:
         raise DataError(f"there is no file {path}; paths are relative to the config's folder")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         remedy = f"check the name and the network, or make a folder {path} of parquet files"
@@ -104,13 +125,19 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
 
 
 def _columns(
-    name: str, image_column: str | None = None, label_column: str | None = None, size: int | None = None, **_: Any
+    name: str,
+    known: Known | None,
+    image_column: str | None = None,
+    label_column: str | None = None,
+    size: int | None = None,
+    **others: Any,
 ) -> Columns:
     if size is not None and not (isinstance(size, int) and 1 <= size <= 4096):
         raise ConfigError(
             f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out or give one"
         )
-    return Columns(image_column, label_column, size)
+    form = replace(known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM})
+    return Columns(image_column, label_column, size, form)
 
 
 def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:

@@ -12,44 +12,47 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedstill.data.sources.column_files import PAGE_BUFFER, ParquetFrame, claims, refuse_claims
 from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
 from fedstill.data.sources.decoded import Decoded
-from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large, refuse_ratio
+from fedstill.data.sources.kinds import input_columns
+from fedstill.data.sources.limits import in_one_line, refuse_ratio
+from fedstill.data.sources.tabular import read_frames
 from fedstill.errors import DataError, on_one_line
 
 ROWS_AT_ONCE = 1
 """A value that a file holds once may stand in all its rows: a thousand of them at once may be any size."""
 
-PAGE_BUFFER = 1 << 20
-"""Bytes of a column that are read ahead, so that no whole row group is held."""
 
-
-def parquet_files(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """The parquet files of every split, by the first word of the file's name or else its folder's; no word is train."""
-    by_split: dict[str, list[Path]] = {}
+def by_split(files: Sequence[Path], suffix: str) -> dict[str, list[Path]]:
+    """The files of every split that end so, by the first word of a file's name or else its folder's; else train."""
+    out: dict[str, list[Path]] = {}
     for path in files:
-        if path.suffix == ".parquet":
+        if path.suffix == suffix:
             words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
             split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
-            by_split.setdefault(split, []).append(path)
-    return by_split
+            out.setdefault(split, []).append(path)
+    return out
 
 
 def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
-    """The parquet files of a folder in the Hugging Face layout, by split.
+    """The parquet files of a folder in the Hugging Face layout, by split: images, or what else their columns hold.
 
-    Raises DataError if one is damaged, has no image and label, or says that it is larger than what may be read.
+    Raises DataError if one is damaged, has no clear input and label, or says that it is larger than what may be read.
     """
     try:
         with in_one_line(folder):
+            frames = {split: ParquetFrame(tuple(paths)) for split, paths in files.items()}
+            if inputs := input_columns(str(folder), next(iter(frames.values())).schema, columns):
+                return read_frames(str(folder), frames, inputs)
             splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
             return decoded_splits(str(folder), splits, columns, within=folder)
     except DataError:
         raise
     except Exception as error:  # many kinds, by version of the library; all mean that the file is not what it says
         raise DataError(
-            f"{folder} cannot be read ({on_one_line(error)}); the file is damaged or not image data; download or write "
-            "it again"
+            f"{folder} cannot be read ({on_one_line(error)}); the file is damaged or not a data set; download or "
+            "write it again"
         ) from error
 
 
@@ -62,7 +65,7 @@ class _Split:
     @cached_property
     def rows(self) -> int:
         """How many rows the files say that they hold."""
-        return sum(_claims(path).num_rows for path in self.files)
+        return sum(claims(path).num_rows for path in self.files)
 
     @cached_property
     def features(self) -> Mapping[str, Any]:
@@ -79,22 +82,11 @@ class _Split:
                 yield from _rows(path, image, label)
 
 
-def _claims(path: Path) -> pq.FileMetaData:
-    """What a file says of itself; DataError if its rows, even without their images, would be too many."""
-    with in_one_line(path):
-        about = pq.read_metadata(path)
-    groups = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
-    if about.num_rows != sum(groups) or min(groups, default=0) < 0:
-        raise DataError(f"{path} says that it holds {about.num_rows:,} rows, and its parts {groups}; write it again")
-    refuse_large(path, about.num_rows * EXAMPLE_BYTES)
-    return about
-
-
 def _rows(path: Path, image: str, label: str) -> Iterator[tuple[Any, Any]]:
     """The rows of one file, one after another."""
-    about, schema, stored = _claims(path), pq.read_schema(path), path.stat().st_size
+    about, schema, stored = claims(path), pq.read_schema(path), path.stat().st_size
     wanted = [*_image_columns(path, schema, image), _label_column(path, schema, label)]
-    _refuse_claims(path, about, wanted)
+    refuse_claims(path, about, wanted)
     kind = schema.field(image).type
     key = "" if pa.types.is_struct(kind) else "bytes" if _is_binary(kind) else "path"
     seen = unpacked = 0
@@ -135,16 +127,6 @@ def _kind(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
     if len(schema.get_all_field_indices(name)) != 1:
         raise DataError(f"{path} has not one column {name!r}, as the first file of its split does; write it again")
     return schema.field(name).type
-
-
-def _refuse_claims(path: Path, about: pq.FileMetaData, wanted: Sequence[str]) -> None:
-    """Raise DataError for columns that say that they unpack to far more than the file holds."""
-    places = [i for i in range(len(about.schema)) if about.schema.column(i).path in wanted]
-    chunks = [about.row_group(g).column(i) for g in range(about.num_row_groups) for i in places]
-    sizes = [chunk.total_uncompressed_size for chunk in chunks]
-    if min(sizes, default=0) < 0:
-        raise DataError(f"{path} says that a column holds {min(sizes)} bytes; write it again")
-    refuse_ratio(path, sum(sizes), path.stat().st_size)
 
 
 def _is_binary(kind: pa.DataType) -> bool:

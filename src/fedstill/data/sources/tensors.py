@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
+from fedstill.data.form import MANY, About, Kind
 from fedstill.data.sources.catalog import HALF
-from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.decoded import Arrays, Decoded
 from fedstill.data.sources.verify import verified
 from fedstill.errors import ConfigError, DataError
 from fedstill.records import Examples
 
-WHAT = ("images", "labels")
+WHAT = ("values", "labels")
 
 Array = Tensor | NDArray[Any]
 """A tensor of torch's, or an array of NumPy's."""
@@ -31,27 +32,71 @@ def from_tensors(
     classes: Sequence[str] | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    vocabulary: int = 0,
+    kind: Kind | None = None,
 ) -> Dataset:
-    """A data set of one's own tensors, or NumPy arrays: (images (N, C, H, W) uint8, labels (N,) of whole numbers) for
-    every split.
+    """A data set of one's own tensors, or NumPy arrays: (values (N, …), labels (N,) of whole numbers) for every split.
 
-    mean, std: one number a channel, default 0.5. Raises DataError for other shapes or types, or labels out of range.
+    Values are images (N, C, H, W) uint8; numbers, of any float type: vectors or rows of a table (N, D), series
+    (N, C, L), or of another shape; or token ids (N, L) of whole numbers in [0, vocabulary), 0 for padding.
+    kind: "table" where (N, D) are columns of several units, which are then standardised as tables are; else told by
+    shape. mean, std: of images one number a channel, default 0.5; of a table or of series one a column or channel,
+    default none. Raises DataError for other shapes or types, or labels or ids out of range.
     """
     pairs = {"train": train, "test": test} | ({} if validation is None else {"validation": validation})
-    arrays = {}
-    for split, given in pairs.items():
-        images, labels = (_array(f"{name}, {split}: {what}", one) for what, one in zip(WHAT, given, strict=True))
-        if images.dtype != np.uint8:
-            raise DataError(f"{name}, {split}: images are {images.dtype}, not uint8: give pixels from 0 to 255")
-        if images.ndim != 4 or not len(images):
-            raise DataError(f"{name}, {split}: images have shape {images.shape}, not (N, C, H, W) with N above 0")
-        if labels.dtype.kind not in "iub" or labels.shape != images.shape[:1]:
-            raise DataError(
-                f"{name}, {split}: labels are {labels.dtype} of shape {labels.shape}, "
-                f"not whole numbers of shape ({len(images)},)"
-            )
-        arrays[split] = (images, labels.astype(np.int64))
-    return as_dataset(name, verified(name, Decoded(arrays, tuple(classes) if classes else None)), mean, std)
+    arrays = {split: _split(f"{name}, {split}", given, vocabulary) for split, given in pairs.items()}
+    types = {split: str(values.dtype) for split, (values, _) in arrays.items()}
+    if other := next((split for split in types if types[split] != types["train"]), None):
+        raise DataError(
+            f"{name}: values of train are {types['train']}, those of {other} {types[other]}; give all of one type"
+        )
+    about = About(_kind(name, next(iter(arrays.values()))[0], vocabulary, kind), vocabulary)
+    data = Decoded(arrays, tuple(classes) if classes else None, about=about)
+    return as_dataset(name, verified(name, data), mean, std)
+
+
+def _split(what: str, given: tuple[Array, Array], vocabulary: int) -> Arrays:
+    values, labels = (_array(f"{what}: {name}", one) for name, one in zip(WHAT, given, strict=True))
+    if values.ndim < 2 or not len(values):
+        raise DataError(f"{what}: values have shape {values.shape}; give (N, …) with N above 0, one row an example")
+    if labels.dtype.kind not in "iub" or labels.shape != values.shape[:1]:
+        raise DataError(
+            f"{what}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape ({len(values)},)"
+        )
+    return (_ids(what, values, vocabulary) if vocabulary else _numbers(what, values)), labels.astype(np.int64)
+
+
+def _numbers(what: str, values: NDArray[Any]) -> NDArray[Any]:
+    """Pixels as they are, or numbers as float32."""
+    if values.dtype == np.uint8 and values.ndim == 4:
+        return values
+    if values.dtype.kind != "f":
+        raise DataError(
+            f"{what}: values are {values.dtype} of shape {values.shape}; give pixels as uint8 (N, C, H, W), other "
+            "numbers as floats, or token ids with vocabulary="
+        )
+    wrong = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(1))
+    if len(wrong):
+        raise DataError(f"{what}: example {wrong[0]} has a value that is missing or infinite; correct or leave it out")
+    return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _ids(what: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:
+    if values.dtype.kind not in "iu" or values.ndim != 2:
+        raise DataError(f"{what}: token ids are {values.dtype} of shape {values.shape}, not whole numbers (N, L)")
+    wrong = np.flatnonzero(((values < 0) | (values >= vocabulary)).any(1))
+    if len(wrong):
+        raise DataError(f"{what}: example {wrong[0]} has a token id outside 0 to {vocabulary - 1}; correct it")
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def _kind(name: str, values: NDArray[Any], vocabulary: int, kind: Kind | None) -> Kind:
+    told: Kind = "text" if vocabulary else "image" if values.ndim == 4 else "series" if values.ndim == 3 else "vector"
+    if kind in (None, told):
+        return told
+    if (kind, told) == ("table", "vector"):
+        return "table"
+    raise DataError(f"{name}: values of shape {values.shape} and type {values.dtype} are no {MANY[kind]}")
 
 
 def _array(what: str, given: object) -> NDArray[Any]:
@@ -67,14 +112,27 @@ def _array(what: str, given: object) -> NDArray[Any]:
 def as_dataset(
     name: str, data: Decoded, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Dataset:
-    """Verified arrays as a data set, with mean and std 0.5 for every channel where none are given."""
-    splits = {s: Examples(torch.from_numpy(x), torch.from_numpy(y)) for s, (x, y) in data.splits.items()}
-    channels = splits["train"].values.shape[1]
-    mean = HALF * channels if mean is None else tuple(mean)
-    std = HALF * channels if std is None else tuple(std)
-    if len(mean) != channels or len(std) != channels or min(std) <= 0:
+    """Verified arrays as a data set; of images, with mean and std 0.5 for every channel where none are given."""
+    splits = {split: _examples(data, split) for split in data.splits}
+    shape = splits["train"].values.shape[1:]
+    if data.about.kind == "image":
+        mean, std = (HALF * shape[0] if given is None else tuple(given) for given in (mean, std))
+    elif mean is None and std is None:
+        mean = std = ()
+    else:
+        mean, std = tuple(mean or ()), tuple(std or ())
+    if data.about.kind == "text" and mean:
+        raise ConfigError(f"dataset {name!r}: texts have no mean and std; leave them out")
+    if (mean or data.about.kind == "image") and not (len(mean) == len(std) == shape[0] and min(std) > 0):
         raise ConfigError(
-            f"dataset {name!r}: mean and std need {channels} number(s), std above 0, not {mean} and {std}"
+            f"dataset {name!r}: mean and std need {shape[0]} number(s), std above 0, not {mean} and {std}"
         )
-    classes = data.classes or ()
-    return Dataset(name, splits["train"], splits["test"], splits.get("validation"), classes, mean, std)
+    return Dataset(
+        name, splits["train"], splits["test"], splits.get("validation"), data.classes or (), mean, std, data.about
+    )
+
+
+def _examples(data: Decoded, split: str) -> Examples:
+    values, labels = data.splits[split]
+    owners = torch.from_numpy(data.owners[split]) if split in data.owners else None
+    return Examples(torch.from_numpy(values), torch.from_numpy(labels), owners)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
+from fedstill.data.form import MANY
 from fedstill.data.sources.catalog import Known
 from fedstill.data.sources.decoded import Arrays, Decoded
 from fedstill.errors import DataError
@@ -28,12 +30,16 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
             raise DataError(
                 f"{name} has no {split} split (it has {', '.join(data.splits) or 'none'}); add {split} files"
             )
-    for split, (images, labels) in data.splits.items():
-        if len(images) != len(labels):
-            raise DataError(f"{name}, {split} has {len(images)} images and {len(labels)} labels; download it again")
+    for split, (values, labels) in data.splits.items():
+        if len(values) != len(labels):
+            raise DataError(
+                f"{name}, {split} has {len(values)} {MANY[data.about.kind]} and {len(labels)} labels; download it again"
+            )
     classes = _classes(name, data, known)
-    shapes = {split: images.shape[1:] for split, (images, _) in data.splits.items()}
+    shapes = {split: values.shape[1:] for split, (values, _) in data.splits.items()}
     if len(set(shapes.values())) != 1:
+        if data.about.kind != "image":
+            raise DataError(f"{name}: examples differ between splits, their shapes are {shapes}; make them alike")
         raise DataError(f"{name}: images differ between splits, (C, H, W) = {shapes}; set size to resize all")
     for split, (_, labels) in data.splits.items():
         wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
@@ -43,8 +49,8 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
                 "correct or leave out the example"
             )
     if known is not None:
-        _check_known(known, data)
-    return Decoded({split: data.splits[split] for split in ORDER if split in data.splits}, classes)
+        (_check_known if data.about.kind == "image" else _check_read)(known, data)
+    return replace(data, splits={split: data.splits[split] for split in ORDER if split in data.splits}, classes=classes)
 
 
 def sums(arrays: Arrays) -> tuple[str, str]:
@@ -75,6 +81,13 @@ def _classes(name: str, data: Decoded, known: Known | None) -> tuple[str, ...]:
 
 def _plain(names: Iterable[str]) -> list[str]:
     return [re.sub(r"[^a-z0-9]", "", name.lower()) for name in names]
+
+
+def _check_read(known: Known, data: Decoded) -> None:
+    """Compare what was read with the checksums, where the columns are those that were read for them."""
+    for split, expected in known.sums.items():
+        if data.about.columns == known.form.columns and data.read.get(split, expected) != expected:
+            raise DataError(f"{known.name}, {split}: the examples are not those of that name; give the folder another")
 
 
 def _check_known(known: Known, data: Decoded) -> None:

@@ -20,7 +20,7 @@ FOLDERS_WALKED = 100_000
 OTHERS = 10_000
 """From so many files on that are no data, and are four times as many as those that are, it is another folder."""
 
-DATA_SUFFIXES = IMAGE_SUFFIXES | {".parquet", ".npz", ".gz"}
+DATA_SUFFIXES = IMAGE_SUFFIXES | {".parquet", ".csv", ".npz", ".gz"}
 
 
 def files_below(place: Path) -> list[Path]:
@@ -70,7 +70,7 @@ class _Walk:
         else:
             self.others += 1
             if self.others > OTHERS and self.others > 4 * self.data:
-                self._refuse(f"has over {self.others - 1:,} files that are no images, parquet, IDX or NPZ")
+                self._refuse(f"has over {self.others - 1:,} files that are no images, parquet, CSV, IDX or NPZ")
 
     def _refuse(self, why: str) -> None:
         raise DataError(f"{self.place} {why}: it is not the folder of a data set; name that folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,7 +100,13 @@ def _data(experiment: Experiment) -> DataTable:
         name=resolved_data_name(data.name, base),
         public_from=source if source in ("train", "noise") else resolved_data_name(source, base),
         folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
+        tokenizer=_tokenizer(data.tokenizer, base),
     )
+
+
+def _tokenizer(said: str | None, base: Path | None) -> str | None:
+    """What makes token ids of texts, a file with its whole path."""
+    return str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
 
 
 def _method(experiment: Experiment) -> tuple[Named, Method]:

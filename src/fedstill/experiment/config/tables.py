@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Len
+from annotated_types import Interval, Len
 
 from fedstill.data.arrival import Order
+from fedstill.data.form import Kind, Missing, Value
 from fedstill.engines.precision import Precision
-from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, Share, as_table
+from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveShare, Seed, as_table
 from fedstill.queries import Trigger
 from fedstill.wire.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 
@@ -77,12 +78,46 @@ class DataTable:
     """Whether the labels of public images are used, for measures and FedMD's first stage."""
     public_resize: bool = False
     """Whether public images are brought to the size and channels of the run's images."""
-    mean: Annotated[tuple[Share, ...], Len(1, 1000)] | None = None
-    """What is subtracted from pixels in [0, 1]: a number a channel, or one for all; unset: the data set's mean."""
-    std: Annotated[tuple[PositiveShare, ...], Len(1, 1000)] | None = None
-    """What they are divided by then: a number a channel, or one for all; unset: the data set's spread."""
+    mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = None
+    """What is subtracted: from pixels in [0, 1], a number a channel or one for all; else one a column or channel."""
+    std: Annotated[tuple[Positive, ...], Len(1, 100_000)] | None = None
+    """What they are divided by then; unset: the data set's spread, or what ``standardise`` says."""
     held_out: Literal["last"] | None = None
     """Which of its data a client holds out for validation: the last in the split's order; unset: drawn by seed."""
+    kind: Kind | None = None
+    """What examples are: image, table, vector, series or text; unset: told by the columns."""
+    columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = None
+    """The columns of a table; unset: all columns of numbers but the label and the owner."""
+    categorical: Mapping[str, list[Value] | tuple[Value, ...]] | tuple[str, ...] | None = None
+    """Columns whose values are names, each of which becomes a column of 0 and 1; and the names, if they are fixed."""
+    input_column: str | None = None
+    """The column that holds the texts, the vectors or the series; unset: it is looked for."""
+    missing: Missing | None = None
+    """What is done where a number is missing: refuse (unset), drop the row, or take the mean."""
+    missing_marks: bool | None = None
+    """Whether each column with missing numbers gets a column of 0 and 1 beside it that says where."""
+    standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = None
+    """Whose mean and spread a table or series is standardised by; unset: declared ones, or else all clients' pooled."""
+    tokenizer: str | None = None
+    """What makes token ids of texts: words (unset), bytes, or a tokenizer.json of Hugging Face's tokenizers."""
+    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None
+    """How many token ids words are given; unset: 8,192."""
+    length: Count | None = None
+    """How many tokens of a text, or steps of a series, are read; unset: 64 tokens, and series as they are."""
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What the keys say of what examples are made of, as fields of ``Form``; without those that are unset."""
+        named = self.categorical
+        both = named.items() if isinstance(named, Mapping) else ((name, ()) for name in named or ())
+        keys = ("kind", "columns", "missing", "tokenizer", "vocabulary", "length")
+        said = {
+            **{key: getattr(self, key) for key in keys},
+            "categorical": tuple((name, tuple(values)) for name, values in both) or None,
+            "input": self.input_column,
+            "marks": self.missing_marks,
+        }
+        return {key: value for key, value in said.items() if value is not None}
 
 
 @dataclass(frozen=True)

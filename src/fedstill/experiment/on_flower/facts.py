@@ -14,7 +14,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.errors import Refused
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.preparing.public_data import copied
+from fedstill.experiment.preparing.public_data import Wanted, copied
 from fedstill.records import Examples
 
 
@@ -83,9 +83,9 @@ def public_of(settings: Settings, copy: str, facts: Facts) -> Examples | None:
     """
     if not facts.public:
         return None
-    if len(facts.shape) != 3:
+    if not facts.shape:
         raise Refused(f"the request's facts about data are malformed: shape {facts.shape}")
-    public = copied(settings, copy, facts.shape, len(facts.classes), facts.mean, facts.std)
+    public = copied(settings, copy, Wanted(facts.shape, len(facts.classes), facts.mean, facts.std))
     if public is None:
         raise Refused("the run has a public set: set public, your copy of it, in this site's site.toml")
     if examples_digest(public) != facts.public:

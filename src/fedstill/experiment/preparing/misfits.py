@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fedstill.data.examples import Dataset
+from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
@@ -23,8 +25,18 @@ ASKED_OF_MODELS = {
 """What a method may need of a model: in words, and what would give it."""
 
 
+def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
+    """Raise ConfigError for what is done to images alone, where examples are something else."""
+    data, pixels = settings.data, dataset.train.values.dtype == torch.uint8
+    if data.augment and not pixels:
+        what = dataset.many if dataset.about.kind != "image" else "images that are numbers already"
+        raise ConfigError(f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds {what}")
+    if data.public_resize and dataset.about.kind != "image":
+        raise ConfigError(f"data.public_resize is for images; {dataset.name} holds {dataset.many}")
+
+
 def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
-    """Raises IncompatibleMethod, or ConfigError for a model that does not take the images, with what would help."""
+    """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with what would help."""
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
@@ -57,7 +69,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
             f"method {name} needs queries: set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
         )
     if "public_data" in method.requires() and sites.public is None:
-        raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of images")
+        raise IncompatibleMethod(f"method {name} needs public data: set data.public to a number of examples")
     tested, here = sites.common_test is not None, settings.engine != "flower"
     labelled = sites.public is not None and bool((sites.public.labels >= 0).all())
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
@@ -81,23 +93,23 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
         raise IncompatibleMethod(
-            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public images, "
+            f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public examples, "
             'and these have none; leave it out with topology.first = ""'
         )
 
 
 def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
-    """Build a model and give it two images, so that an error is one clear line now and not a failed client later."""
+    """Build a model and give it two examples, so that an error is one clear line now and not a failed client later."""
     some = sites.train.values[:2]
-    images = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
+    x = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:
-        out = contract.predictor(spec, contract.initial(spec, 0))(images)
+        out = contract.predictor(spec, contract.initial(spec, 0))(x)
     except FedstillError:
         raise
     except Exception as error:
-        shape = tuple(images.shape[1:])
-        raise ConfigError(f"model {spec.label} cannot take images of shape {shape}: {on_one_line(error)}") from error
+        what = f"{MANY[sites.inputs.about.kind]} of shape {tuple(x.shape[1:])}"
+        raise ConfigError(f"model {spec.label} cannot take {what}: {on_one_line(error)}") from error
     if not isinstance(out, torch.Tensor):
         raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
-    if out.shape != (len(images), spec.classes):
-        raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(images), spec.classes)}")
+    if out.shape != (len(x), spec.classes):
+        raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
+from fedstill.data.dealt_out import DealtOut
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
 from fedstill.data.sources import load_dataset
@@ -23,11 +24,11 @@ from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.measures.base import Room, at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
-from fedstill.experiment.preparing.misfits import refuse_misfits
-from fedstill.experiment.preparing.public_data import set_apart
+from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
-from fedstill.experiment.preparing.split import label_counts, some_of, split
+from fedstill.experiment.preparing.sharing import Shared, divided
+from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
 from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
@@ -38,12 +39,18 @@ NO_DATA = "none"
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is ready to start; its settings name the engine that ``auto`` has chosen."""
+    """A run that is ready to start; its settings name the engine that ``auto`` has chosen.
+
+    ``notes``: what reading and splitting the data left out or took as it was, a sentence each; ``names``: what clients
+    are called in the data.
+    """
 
     settings: Settings
     dataset: Dataset
     world: RunWorld
     sites: SiteViews
+    notes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def engine(self, memory: Memory | None = None, *, site: bool = False, measured: bool = True) -> SerialEngine:
         """The engine that carries stages out in this process, as the settings name it.
@@ -86,53 +93,50 @@ class Prepared:
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
-def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
+def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut | None = None) -> Prepared:
     """Read and split the data, build the models once, and check that the method gets what it needs.
 
+    ``begun``: the split that a run began with; without it, one is drawn.
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
     dataset = with_pixels(dataset or read_data(settings), settings.data)
-    train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
-    test = some_of(dataset.test, settings.data.test_size, "test_size")
-    classes, shape = len(dataset.classes), tuple(dataset.train.values.shape[1:])
-    parts = [] if settings.on_sites else split(settings, train.labels.numpy())
-    world = started(settings, world_of(settings, shape, classes, len(public) if public else 0, dataset.vocabulary))
-    world = with_asking(settings, world, label_counts(train.labels, parts, classes))
-    inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings.data.augment))
-    sites = sites_of(settings, world, inputs, train, parts, public=public, test=test if len(test) else None)
+    refuse_other_kinds(settings, dataset)
+    classes = len(dataset.classes)
+    shared = divided(settings, dataset, begun)
+    world = started(settings, _world(settings, dataset, shared))
+    world = with_asking(settings, world, lambda: shared.counts(classes))
+    mean, std = (dataset.mean, dataset.std) if dataset.about.kind == "image" else (shared.by.mean, shared.by.std)
+    inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
+    sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
-    return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
+    return Prepared(resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes, shared.names)
 
 
-def sites_of(
-    settings: Settings,
-    world: RunWorld,
-    inputs: Inputs,
-    train: Examples,
-    parts: list[torch.Tensor] | dict[int, torch.Tensor],
-    public: Examples | None = None,
-    test: Examples | None = None,
-    own_test: Examples | None = None,
-) -> SiteViews:
-    """Where a run's data are, on its device: each client's part of ``train``, the public and the common test set."""
+def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:
+    public = len(shared.public) if shared.public else 0
+    return world_of(settings, dataset.input_shape, len(dataset.classes), public, dataset.vocabulary)
+
+
+def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared) -> SiteViews:
+    """Where a run's data are, on its device: each client's part, the public set, the common and the clients' tests."""
 
     def there(examples: Examples | None) -> Examples | None:
         return None if examples is None else examples.to(settings.device)
 
     return SiteViews(
-        train=train.to(settings.device),
-        parts=parts,
+        train=shared.train.to(settings.device),
+        parts=shared.parts,
         classes=world.classes,
         model=world.model,
         passes=lambda spec: ModelPasses(spec, inputs),
         inputs=inputs,
         plans=dict(settings.plans),
         seed=settings.seed,
-        public=there(public),
-        common_test=there(test),
-        own_test=there(own_test),
+        public=there(shared.public),
+        common_test=there(shared.test),
+        own_tests={client: own.to(settings.device) for client, own in shared.own_tests.items()},
         queries=world.queries,
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
@@ -146,12 +150,14 @@ def read_data(settings: Settings) -> Dataset:
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
-    return load_dataset(data.name, folder=data.folder or None, **columns)
+    owner = settings.named.partition.values.get("column")
+    form = {**data.form, **({"owner": owner} if owner else {})}
+    return load_dataset(data.name, folder=data.folder or None, **columns, **form)
 
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
-    """The data set, its pixels as ``data.mean`` and ``data.std`` say; raises ConfigError for a wrong length."""
-    if dataset.train.values.dtype != torch.uint8:
+    """The data set; of images, the pixels as ``data.mean`` and ``data.std`` say. Raises ConfigError for wrong ones."""
+    if dataset.about.kind != "image":
         return dataset
     channels = dataset.input_shape[0]
     mean, std = (_by_channel(k, getattr(data, k), channels, dataset) for k in ("mean", "std"))
@@ -161,6 +167,8 @@ def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:
 def _by_channel(key: str, values: tuple[float, ...] | None, channels: int, dataset: Dataset) -> tuple[float, ...]:
     if values is None:
         return tuple(getattr(dataset, key))
+    if why := next((why for value in values if (why := problem(Share, value))), ""):
+        raise ConfigError(f"data.{key} = {why}: pixels are numbers in [0, 1] here")
     if len(values) not in (1, channels):
         raise ConfigError(
             f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} channel(s); "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
+from fedstill.data.form import IMAGES, MANY, About
 from fedstill.data.partition import public_split
 from fedstill.data.sources import load_dataset
 from fedstill.data.sources.limits import refuse_large
@@ -26,25 +28,42 @@ RESIZED_AT_ONCE = 1000
 """Images, so that not all of them are numbers of four bytes at once."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What public examples must be like: those of the run. ``mean``, ``std``: of pixels."""
+
+    shape: tuple[int, ...]
+    classes: int
+    mean: Floats = ()
+    std: Floats = ()
+    about: About = IMAGES
+
+    @property
+    def many(self) -> str:
+        """What they are, for people."""
+        return MANY[self.about.kind]
+
+    @property
+    def images(self) -> bool:
+        """Whether they are images."""
+        return self.about.kind == "image"
+
+
 def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Examples, Examples | None]:
     """(what clients share, the public set), as ``[data] public…`` says. A label that is missing or hidden is -1.
 
-    Raises ConfigError or DataError for public images of another shape, or labels of another number of classes.
+    Raises ConfigError or DataError for public examples of another shape, or labels of another number of classes.
     """
     data, public = settings.data, None
-    source = data.public_from
-    if source == TRAIN:
+    if data.public_from == TRAIN:
         train, public = _share(settings, train, data.public)
-    elif source == NOISE:
-        public = _noise(settings, dataset.input_shape, dataset.mean, dataset.std)
     else:
-        public = _fitting(settings, dataset.input_shape, len(dataset.classes), source, data.folder)
+        like = Wanted(dataset.input_shape, len(dataset.classes), dataset.mean, dataset.std, dataset.about)
+        public = _made(settings, like, data.public_from, data.folder)
     return train, _as_shown(settings, public)
 
 
-def copied(
-    settings: Settings, copy: str, shape: tuple[int, ...], classes: int, mean: Floats, std: Floats
-) -> Examples | None:
+def copied(settings: Settings, copy: str, wanted: Wanted) -> Examples | None:
     """The public set at a site, from its own copy of what ``[data] public_from`` names; None without a copy.
 
     ``copy``: a folder, or a data set's name. Noise needs none: it is drawn again. Of a set that the server takes from
@@ -53,9 +72,10 @@ def copied(
     source = settings.data.public_from
     public: Examples | None = None
     if source == NOISE:
-        public = _noise(settings, shape, mean, std)
+        public = _noise(settings, wanted)
     elif copy:
-        public = load_dataset(copy).train if source == TRAIN else _fitting(settings, shape, classes, copy, "")
+        form = {} if wanted.images else settings.data.form
+        public = load_dataset(copy, **form).train if source == TRAIN else _made(settings, wanted, copy, "")
     return _as_shown(settings, public)
 
 
@@ -74,49 +94,69 @@ def _share(settings: Settings, train: Examples, size: int) -> tuple[Examples, Ex
     return train.take(torch.from_numpy(pool)), train.take(torch.from_numpy(public))
 
 
-def _noise(settings: Settings, shape: tuple[int, ...], mean: Floats, std: Floats) -> Examples:
-    """Standard normal after normalisation, except that pixels are rounded and cut at black and white: uint8."""
-    size = settings.data.public
+def _made(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
+    return _noise(settings, wanted) if source == NOISE else _fitting(settings, wanted, source, folder)
+
+
+def _noise(settings: Settings, wanted: Wanted) -> Examples:
+    """Standard normal as the network takes it; of images pixels, so rounded and cut at black and white: uint8.
+
+    Of texts, every token id is equally likely.
+    """
+    size, shape = settings.data.public, wanted.shape
     if size == 0:
-        raise ConfigError("data.public_from = 'noise' needs data.public, the number of images to make")
+        raise ConfigError("data.public_from = 'noise' needs data.public, the number of examples to make")
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public noise"))
-    centre, spread = (torch.tensor(v).view(-1, 1, 1) for v in (mean, std))
-    values = centre + spread * torch.randn(size, *shape, generator=draw)
-    return _unlabelled((255 * values).round().clamp(0, 255).to(torch.uint8))
+    if wanted.about.vocabulary:
+        return _unlabelled(torch.randint(1, wanted.about.vocabulary, (size, *shape), generator=draw))
+    numbers = torch.randn(size, *shape, generator=draw)
+    if not wanted.images:
+        return _unlabelled(numbers)
+    centre, spread = (torch.tensor(v).view(-1, 1, 1) for v in (wanted.mean, wanted.std))
+    return _unlabelled((255 * (centre + spread * numbers)).round().clamp(0, 255).to(torch.uint8))
 
 
-def _fitting(settings: Settings, shape: tuple[int, ...], classes: int, source: str, folder: str) -> Examples:
+def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Examples:
     """``source``: a folder of images, or what ``load_dataset`` reads, with what is in ``folder``."""
-    data, size, place = settings.data, settings.data.public, Path(source)
-    if images_in(place):
+    data, place, shape = settings.data, Path(source), wanted.shape
+    if wanted.images and images_in(place):
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load_dataset(source, folder=folder or None)
+        other = load_dataset(source, folder=folder or None, **({} if wanted.images else data.form))
         public, theirs = other.train, len(other.classes)
+        if (other.about.kind, other.vocabulary) != (wanted.about.kind, wanted.about.vocabulary):
+            raise DataError(f"the public examples of {source} are {other.many}, the run's {wanted.many}; name others")
     if data.public_resize:
         refuse_large(f"data.public_from = {source!r}, resized,", len(public) * math.prod(shape))
         public = Examples(_resized(public.values, shape), public.labels)
-    if tuple(public.values.shape[1:]) != shape:
-        raise DataError(
-            f"the public images of {source} have shape {tuple(public.values.shape[1:])}, the run's {shape}; "
-            "set data.public_resize = true, or name other images with data.public_from"
-        )
-    if data.public_labels and theirs is not None and theirs != classes:
-        raise DataError(
-            f"the public images of {source} have {theirs} classes, the run's data {classes}; "
-            "set data.public_labels = false to use the images alone"
-        )
+    _refuse_unlike(settings, wanted, source, public, theirs)
+    size = data.public
     if size > len(public):
-        raise ConfigError(f"data.public = {size} is more than the {len(public)} public images of {source}")
+        raise ConfigError(f"data.public = {size} is more than the {len(public)} public {wanted.many} of {source}")
     if not size:
         return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
     return public.take(torch.randperm(len(public), generator=draw)[:size].sort().values)
 
 
-def _unlabelled(images: Tensor) -> Examples:
-    return Examples(images, torch.full((len(images),), -1, dtype=torch.int64))
+def _refuse_unlike(settings: Settings, wanted: Wanted, source: str, public: Examples, theirs: int | None) -> None:
+    many, own = wanted.many, tuple(public.values.shape[1:])
+    if own != wanted.shape:
+        remedy = "set data.public_resize = true, or " if wanted.images else ""
+        raise DataError(
+            f"the public {many} of {source} have shape {own}, the run's {wanted.shape}; "
+            f"{remedy}name other {many} with data.public_from"
+        )
+    if settings.data.public_labels and theirs is not None and theirs != wanted.classes:
+        raise DataError(
+            f"the public {many} of {source} have {theirs} classes, the run's data {wanted.classes}; "
+            f"set data.public_labels = false to use the {many} alone"
+        )
+
+
+def _unlabelled(values: Tensor) -> Examples:
+    return Examples(values, torch.full((len(values),), -1, dtype=torch.int64))
 
 
 def _resized(images: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from fedstill.errors import ConfigError
 from fedstill.experiment.config.client_models import assigned
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import Start, start_of
@@ -19,7 +21,7 @@ class RunWorld:
     """Numbers, plans and architectures; ``client_models`` are given out in turn, or all are the server's if empty.
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
-    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public images there are.
+    ``asking``: the rule by which they raise their queries in the run. ``public``: how many public examples there are.
     ``start``: what ``start_from`` gave.
     """
 
@@ -55,11 +57,19 @@ class RunWorld:
 
 
 def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: int, vocabulary: int = 0) -> RunWorld:
-    """What every side may know, given the shape of an example, the classes, the public examples and the token ids."""
+    """What every side may know, given an example's shape and the numbers of classes, public examples and token ids."""
+    if not shape or min(shape) < 1:
+        raise ConfigError(f"examples must be (n, …), not (n, {', '.join(map(str, shape))})")
     model = settings.named.model
-    server = contract.spec_for(model.name, shape, classes, dict(model.values), vocabulary)
+
+    def spec_of(name: str, fields: Mapping[str, Any]) -> ModelSpec:
+        return contract.spec_for(name, shape, classes, fields, vocabulary)
+
+    server = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
-    others = tuple(contract.spec_for(n[0], shape, classes, n[1], vocabulary) if n else server for n in networks)
+    distinct = {id(network): network for network in networks}
+    specs = {key: spec_of(*n) if n else server for key, n in distinct.items()}
+    others = tuple(specs[id(network)] for network in networks) if any(distinct.values()) else ()
     return RunWorld(
         settings.clients, classes, settings.rounds, settings.seed, settings.plans, server, others, public=public
     )

@@ -17,8 +17,10 @@ from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.evaluation import counts_by_client, evaluated, images_by_class
+from fedstill.experiment.running.about_data import told_of_data
+from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
+from fedstill.experiment.running.own_tests import OwnTests
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.queried import RunQueries
 from fedstill.metrics import consistency, forgetting
@@ -57,25 +59,17 @@ class Measuring:
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = settings.measured_in
         self.queried = RunQueries(self.prepared)
-        self._counts = counts_by_client(self.prepared.sites)
-        self._totals = images_by_class(self.prepared.sites, self.prepared.world.classes)
-        self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
-
-    def split(self) -> dict[str, Any]:
-        """How the data are split: classes, label counts by client and of the test set; what makes inputs of images."""
-        data, counts = self.prepared.dataset, self._counts
-        asked = self.queried.before() if self.queried.anyone else {}
-        told = {"test_counts": self._totals, **asked, **self._networks()}
-        inputs = self.prepared.sites.inputs.stored(data.train.values)
-        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told}
-
-    def _networks(self) -> dict[str, Any]:
-        """Which client has which network, if they differ."""
         world = self.prepared.world
-        everyone = range(world.clients)
-        if len({world.model(c) for c in everyone}) < 2:
-            return {}
-        return {"models": [world.model(c).label for c in everyone]}
+        self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
+        self._totals = images_by_class(self.prepared.sites, classes)
+        counts = self.dealt_out.counts(classes) if self.dealt_out else ()
+        self.own = OwnAnswers(settings.method.personal, counts, self._totals)
+        self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
+
+    def about(self) -> dict[str, Any]:
+        """What the journal's first event says of the data."""
+        asked = self.queried.before() if self.queried.anyone else {}
+        return told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
@@ -152,6 +146,7 @@ class Measuring:
             **self._of_round(Reports(replies, before, classes, self._totals)),
             **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
+            **self.own_tests.round(predictors),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
@@ -216,6 +211,7 @@ class Measuring:
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events
         self.own.note(events)
+        self.own_tests.note(events)
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)

@@ -1,0 +1,77 @@
+"""What an example is made of: which columns, of what kind, and what is done about missing values and long texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["image", "table", "vector", "series", "text"]
+"""What examples are: pixels; a row of a table; numbers of one meaning (features); channels over time; token ids."""
+
+Missing = Literal["refuse", "drop", "mean"]
+"""What is done about a missing number: the data are refused, the row is left out, or it counts as the mean."""
+
+Value = str | int | float | bool
+
+MANY = {
+    "image": "images",
+    "table": "rows of a table",
+    "vector": "vectors",
+    "series": "series",
+    "text": "texts",
+}
+"""The kinds as people read them."""
+
+LENGTH = 64
+"""Tokens of a text that are read, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What examples are made of. Every field can be left out.
+
+    ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of numbers but the label
+    and the owner. ``categorical``: of a table, columns whose values are names, and these names (none: those in the
+    training data); each becomes a column of 0 and 1. ``input``: the column of texts, vectors or series.
+    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with missing numbers.
+    ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how many token ids words
+    are given; ``length``: of a text or a series, what is longer is cut (0: 64 tokens, and series as they are).
+    ``owner``: the column that says whose an example is.
+    """
+
+    kind: Kind | Literal["auto"] = "auto"
+    columns: tuple[str, ...] = ()
+    categorical: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    input: str = ""
+    missing: Missing = "refuse"
+    marks: bool = False
+    tokenizer: str = "words"
+    vocabulary: int = 8192
+    length: int = 0
+    owner: str = ""
+
+
+@dataclass(frozen=True)
+class About:
+    """What reading made of the examples of a data set.
+
+    ``vocabulary``: how many token ids there are, 0 for numbers. ``owners``: their names, by number. ``columns``: those
+    that a table was made of; ``features``: the names of its inputs; ``marks``: which of these (positions) are 0 or 1
+    and are not standardised.
+    ``notes``: what was left out or cut, a sentence each.
+    """
+
+    kind: Kind = "image"
+    vocabulary: int = 0
+    owners: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    marks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+IMAGES = About()
+"""Images, of which nothing more is said."""
+
+FOUND = Form()
+"""Examples of which nothing is said: what they are is looked for."""

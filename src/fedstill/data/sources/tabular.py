@@ -1,0 +1,211 @@
+"""Rows of columns as the arrays of a data set: a table's numbers and categories, vectors, series, texts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from fedstill.data.form import LENGTH, About, Form
+from fedstill.data.sources.categories import Categories
+from fedstill.data.sources.class_ids import checked_label
+from fedstill.data.sources.column_files import Frame
+from fedstill.data.sources.columns import with_ids
+from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.kinds import InputColumns
+from fedstill.data.sources.nested import nested
+from fedstill.data.sources.text import encoded
+from fedstill.errors import DataError
+
+Floats = NDArray[np.float32]
+Tables = Mapping[str, pa.Table]
+
+
+def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) -> Decoded:
+    """All rows of {split: frame} as arrays; numbers as float32, with NaN where ``missing = "mean"`` will fill them in.
+
+    Labels that are text become ids in alphabetical order. Raises DataError for a row that misses a value (unless the
+    form says what to do about it), holds one that is not finite, or is of another length than the first.
+    """
+    tables = {split: frame.read(inputs.names) for split, frame in frames.items()}
+    for split, table in tables.items():
+        if not len(table):
+            raise DataError(f"{what}, {split} holds no examples; leave the file out or download it again")
+    form, about = inputs.form, About(inputs.form.kind, owners=_owners(tables, inputs.form.owner))  # type: ignore[arg-type]
+    values, about = MAKERS[form.kind](what, tables, inputs, about)
+    codes = {s: _codes(what, s, t, form.owner, about.owners) for s, t in tables.items()} if form.owner else {}
+    keep, notes = _whole(what, values, tables, form, codes, about)
+    raw = {s: (v[keep[s]], _labels(f"{what}, {s}", tables[s][inputs.label], keep[s])) for s, v in values.items()}
+    data = with_ids(what, raw, inputs.classes)
+    return replace(
+        data,
+        read={} if form.kind == "series" and form.length else {s: _sums(t, inputs) for s, t in tables.items()},
+        owners={split: own[keep[split]] for split, own in codes.items()},
+        about=replace(about, notes=(*about.notes, *notes)),
+    )
+
+
+def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
+    """SHA-256 of the inputs: numbers as float32, row by row, texts as UTF-8 with a zero byte after each; and of labels.
+
+    Labels are a byte each, as for images; those that are names, as texts.
+    """
+    form, labels = inputs.form, table[inputs.label].to_pylist()
+    if form.kind == "text":
+        own = b"".join(str(text).encode() + b"\0" for text in table[form.input].to_pylist())
+    elif form.kind == "table":
+        numeric = [name for name in form.columns if _numeric(table[name].type)]
+        own = np.stack([_numbers(table[name]) for name in numeric], 1).astype("<f4").tobytes() if numeric else b""
+    else:
+        own = nested("", table[form.input], 1 if form.kind == "vector" else 2, form.length).astype("<f4").tobytes()
+    small = all(isinstance(label, int) and 0 <= label < 256 for label in labels)
+    marks = bytes(labels) if small else b"".join(str(label).encode() + b"\0" for label in labels)
+    return hashlib.sha256(own).hexdigest(), hashlib.sha256(marks).hexdigest()
+
+
+def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
+    form, named = inputs.form, dict(inputs.form.categorical)
+    parts: dict[str, list[Floats]] = {split: [] for split in tables}
+    features: list[str] = []
+    marks: list[int] = []
+    begins: dict[str, int] = {}
+    for name in form.columns:
+        begins[name] = len(features)
+        if name not in named:
+            features.append(name)
+            for split, table in tables.items():
+                parts[split].append(_numbers(table[name])[:, None])
+            continue
+        names = Categories.of(what, name, named[name], tables.get("train", next(iter(tables.values())))[name])
+        features += [f"{name}={value}" for value in names.values]
+        marks += range(begins[name], len(features))
+        for split, table in tables.items():
+            parts[split].append(names.encoded(f"{what}, {split}", table[name]))
+    values = {split: np.concatenate(own, axis=1) for split, own in parts.items()}
+    if form.marks:
+        gaps = [n for n, at in begins.items() if any(bool(np.isnan(own[:, at]).any()) for own in values.values())]
+        marks += range(len(features), len(features) + len(gaps))
+        features += [f"{name} is missing" for name in gaps]
+        at = [begins[name] for name in gaps]
+        values = {s: np.concatenate([v, np.isnan(v[:, at]).astype(np.float32)], axis=1) for s, v in values.items()}
+    return values, replace(about, columns=form.columns, features=tuple(features), marks=tuple(marks))
+
+
+def _lists(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
+    """Vectors (n, D) and series (n, channels, L)."""
+    form = inputs.form
+    depth = 1 if form.kind == "vector" else 2
+    values = {s: nested(f"{what}, {s}", t[form.input], depth, form.length) for s, t in tables.items()}
+    return values, about
+
+
+def _texts(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Any], About]:
+    form, out = inputs.form, {}
+    notes: list[str] = []
+    vocabulary = 0
+    for split, table in tables.items():
+        column = table[form.input]
+        if column.null_count:
+            at = int(np.flatnonzero(column.is_null().to_numpy())[0])
+            raise DataError(f"{what}, {split}: example {at} has no text; leave it out, or write an empty one")
+        ids = encoded(column.to_pylist(), form.tokenizer, form.vocabulary, form.length or LENGTH)
+        out[split], vocabulary = ids.ids, ids.vocabulary
+        notes.append(f"{split}: {100 * ids.cut:.1f} % of the texts are longer than {form.length or LENGTH} tokens: cut")
+    return out, replace(about, vocabulary=vocabulary, notes=(*about.notes, *notes))
+
+
+MAKERS: Mapping[str, Callable[..., tuple[dict[str, Any], About]]] = {
+    "table": _table,
+    "vector": _lists,
+    "series": _lists,
+    "text": _texts,
+}
+
+
+def _numeric(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+
+
+def _numbers(column: pa.ChunkedArray) -> Floats:
+    """A column of numbers, NaN where one is missing."""
+    plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
+    numbers: Floats = plain.cast(pa.float64()).to_numpy().astype(np.float32)
+    return numbers
+
+
+def _owners(tables: Tables, column: str) -> tuple[str, ...]:
+    """The names of the owners, in order: numbers by size, texts by letter."""
+    if not column:
+        return ()
+    every = {value for table in tables.values() for value in table[column].unique().to_pylist()} - {None}
+    return tuple(str(value) for value in sorted(every, key=lambda v: (isinstance(v, str), v)))
+
+
+def _codes(what: str, split: str, table: pa.Table, column: str, owners: tuple[str, ...]) -> NDArray[np.int64]:
+    number = {name: k for k, name in enumerate(owners)}
+    values = table[column].to_pylist()
+    if None in values:
+        raise DataError(f"{what}, {split}: example {values.index(None)} has no {column!r}, its owner; correct it")
+    return np.array([number[str(value)] for value in values], dtype=np.int64)
+
+
+def _labels(what: str, column: pa.ChunkedArray, keep: NDArray[np.bool_]) -> list[int | str]:
+    return [checked_label(what, k, value) for k, value in enumerate(column.to_pylist()) if keep[k]]
+
+
+def _whole(
+    what: str,
+    values: Mapping[str, NDArray[Any]],
+    tables: Tables,
+    form: Form,
+    codes: Mapping[str, NDArray[np.int64]],
+    about: About,
+) -> tuple[dict[str, NDArray[np.bool_]], list[str]]:
+    """Which rows to keep, by split, and what was left out. Raises DataError for what is missing, or not finite."""
+    keep, notes = {}, []
+    for split, own in values.items():
+        keep[split] = np.ones(len(own), dtype=bool)
+        if own.dtype.kind != "f":
+            continue
+        _refuse_infinite(f"{what}, {split}", own, about)
+        padded = form.kind == "series" and form.length > 0
+        gaps = np.zeros(len(own), dtype=bool) if padded else np.isnan(own).reshape(len(own), -1).any(1)
+        if not gaps.any() or (form.missing == "mean" and form.kind == "table"):
+            continue
+        if form.missing == "drop":
+            keep[split] = ~gaps
+            notes.append(_dropped(split, gaps, codes.get(split), about.owners))
+            if not keep[split].any():
+                raise DataError(f"{what}, {split}: every row misses a value; set data.columns to those that are known")
+            continue
+        at = int(np.flatnonzero(gaps)[0])
+        place = int(np.flatnonzero(np.isnan(own[at].reshape(-1)))[0])
+        column = f" in column {about.features[place].partition('=')[0]!r}" if about.features else ""
+        todo = "'drop' to leave such rows out" + (", or 'mean'" if form.kind == "table" else "")
+        raise DataError(
+            f"{what}, {split}: example {at} has no value{column} ({gaps.sum():,} of {len(own):,} rows miss one); set "
+            f"data.missing = {todo}"
+        )
+    return keep, notes
+
+
+def _refuse_infinite(what: str, values: Floats, about: About) -> None:
+    wrong = np.flatnonzero(np.isinf(values).reshape(len(values), -1).any(1))
+    if len(wrong):
+        place = int(np.flatnonzero(np.isinf(values[wrong[0]].reshape(-1)))[0])
+        column = f" in column {about.features[place]!r}" if about.features else ""
+        raise DataError(f"{what}: example {wrong[0]} has a value that is not finite{column}; correct it")
+
+
+def _dropped(split: str, gaps: NDArray[np.bool_], codes: NDArray[np.int64] | None, owners: tuple[str, ...]) -> str:
+    said = f"{split}: {gaps.sum():,} of {len(gaps):,} rows were left out, as they miss a value"
+    if codes is None:
+        return said
+    lost = np.bincount(codes[gaps], minlength=len(owners))
+    each = [f"{name} {n:,}" for name, n in zip(owners, lost.tolist(), strict=True) if n]
+    return f"{said} ({', '.join(each[:12])}{', …' if len(each) > 12 else ''})"

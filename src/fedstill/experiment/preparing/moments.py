@@ -1,0 +1,72 @@
+"""Mean and spread of columns or channels: of some examples, or from sums that clients send."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import ConfigError
+
+LEAST = 1e-6
+"""A spread below this share of the mean's size, or below it, counts as none: the column is constant."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A mean and a spread (population) for each column (D,) or channel; ``constant``: columns of spread 0, given 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    constant: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What one client says of its examples, by column: how many values it knows, their sum, and that of their squares.
+
+    Each (D,) float64.
+    """
+
+    count: Tensor
+    total: Tensor
+    squares: Tensor
+
+
+def sums_of(values: Tensor) -> Sums:
+    """The sums of values (n, D) or (n, C, L), in which NaN stands for one that is missing."""
+    by_column = values.double().transpose(0, 1).flatten(1)
+    known = ~by_column.isnan()
+    there = by_column.nan_to_num(0.0)
+    return Sums(known.sum(1).double(), there.sum(1), (there * there).sum(1))
+
+
+def moments(values: Tensor, fixed: Collection[int] = ()) -> Moments:
+    """The mean and spread of values (n, D) or (n, C, L); columns in ``fixed`` keep mean 0 and spread 1."""
+    return _from(sums_of(values), fixed)
+
+
+def summed(clients: Sequence[Tensor], fixed: Collection[int]) -> Moments:
+    """The same from the sums that clients send; only these leave a client."""
+    each = [sums_of(values) for values in clients]
+    count, total, squares = (
+        torch.stack([getattr(own, name) for own in each]).sum(0) for name in ("count", "total", "squares")
+    )
+    return _from(Sums(count, total, squares), fixed)
+
+
+def _from(sums: Sums, fixed: Collection[int]) -> Moments:
+    count = sums.count.clamp(min=1)
+    mean = sums.total / count
+    std = (sums.squares / count - mean * mean).clamp(min=0).sqrt()
+    small = std <= LEAST * mean.abs().clamp(min=1e-12) + 1e-12
+    means, stds = mean.tolist(), torch.where(small, torch.ones_like(std), std).tolist()
+    for column in fixed:
+        means[column], stds[column] = 0.0, 1.0
+    if not all(map(math.isfinite, (*means, *stds))):
+        raise ConfigError("a column's mean or spread is not finite; its numbers are too large, scale them")
+    constant = [i for i in small.nonzero().flatten().tolist() if i not in set(fixed)]
+    return Moments(tuple(means), tuple(stds), tuple(constant))

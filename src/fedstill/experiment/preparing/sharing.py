@@ -1,0 +1,139 @@
+"""Who has which examples: the public set apart, the clients' parts and own tests, all standardised as the run says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstill.data.dealt_out import DealtOut, counts_table
+from fedstill.data.examples import Dataset
+from fedstill.data.partition.flat import FlatParts
+from fedstill.errors import ConfigError, DataError
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.public_data import NOISE, set_apart
+from fedstill.experiment.preparing.split import some_of, split
+from fedstill.experiment.preparing.standardising import PLAIN, Standard, standard
+from fedstill.keys import generator, seed_for
+from fedstill.records import Examples
+
+OWN_TEST = "own test"
+"""The purpose for which clients' own test examples are drawn."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A run's examples. ``parts``: positions in ``train`` of each client's; ``test``: common to all, if there is one.
+
+    ``own_tests``: of clients that have one. ``names``: what clients are called in the data. ``by``: how the examples
+    were standardised. ``notes``: what was left out or taken as it was, a sentence each.
+    """
+
+    train: Examples
+    parts: FlatParts[Tensor] | Mapping[int, Tensor] | tuple[()]
+    public: Examples | None = None
+    test: Examples | None = None
+    own_tests: Mapping[int, Examples] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    by: Standard = PLAIN
+    notes: tuple[str, ...] = ()
+
+    def counts(self, classes: int) -> Tensor:
+        """Label counts (clients, C); (0, C) where sites keep them."""
+        return counts_table(self.train.labels, self.parts if isinstance(self.parts, Sequence) else (), classes)
+
+
+def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None) -> Shared:
+    """What clients, the server and tests have of a data set; raises ConfigError, DataError or InfeasiblePartition.
+
+    begun: the split that a run began with, which is taken as it is.
+    """
+    rules = settings.named.partition.values
+    everyone, tests = dataset.train, dataset.test
+    if rules.get("pool"):
+        everyone, tests = _all([dataset.train, dataset.test]), dataset.test.take(torch.arange(0))
+    train, public = set_apart(settings, dataset, some_of(everyone, settings.data.train_size, "train_size"))
+    test = some_of(tests, settings.data.test_size, "test_size")
+    owners = client_owners(settings, dataset, train)
+    own, parts = _dealt_out(settings, train, tests, owners, begun)
+    by = standard(settings, dataset, train, parts, None if settings.data.public_from == NOISE else public)
+    if public is not None and settings.data.public_from != NOISE:
+        public = by.of(public)
+    own = {client: by.of_one(client, examples) for client, examples in own.items()}
+    if rules.get("pool"):
+        test = _all(list(own.values()))
+    names = tuple(dataset.about.owners[k] for k in owners)
+    common = None if by.by_client is not None or not len(test) else by.of(test) if not rules.get("pool") else test
+    return Shared(by.of_clients(train, parts), parts, public, common, own, names, by, (*dataset.about.notes, *by.notes))
+
+
+def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list[int]:
+    """The numbers of the owners that are clients 0, 1, …: those with enough training examples, in order; else none.
+
+    Raises ConfigError where there are more or fewer than clients.
+    """
+    rules = settings.named.partition.values
+    if train.owners is None or "column" not in rules:
+        return []
+    counts = torch.bincount(train.owners, minlength=len(dataset.about.owners))
+    enough = (counts >= max(1, int(rules.get("least", 1)))).nonzero().flatten().tolist()
+    if len(enough) != settings.clients:
+        raise ConfigError(
+            f"partition.column = {rules['column']!r} has {len(enough)} values with enough training examples, and "
+            f"topology.clients is {settings.clients}; set topology.clients = {len(enough)}"
+        )
+    return enough
+
+
+def _dealt_out(
+    settings: Settings, train: Examples, tests: Examples, owners: Sequence[int], begun: DealtOut | None
+) -> tuple[dict[int, Examples], FlatParts[Tensor] | tuple[()]]:
+    """Each client's own test examples, and the positions of its training examples."""
+    if settings.on_sites:
+        return {}, ()
+    labels = train.labels.numpy()
+    if begun is not None and not begun.fits(labels, settings.clients):
+        raise DataError("the training data are not those that the run began with: the labels in its split differ")
+    rules = settings.named.partition.values
+    if rules.get("own_test") is None:
+        if rules.get("pool"):
+            raise ConfigError("partition.pool = true needs partition.own_test, the share that each client keeps for it")
+        return {}, (split(settings, train) if begun is None else begun.parts).tensors()
+    own, kept = _own_tests(rules, train, tests, split(settings, train).tensors(), owners)
+    if begun is not None and not np.array_equal(begun.parts.order, kept.order):
+        raise DataError("the training data are not those that the run began with: the split differs")
+    return own, kept
+
+
+def _own_tests(
+    rules: Mapping[str, Any], train: Examples, tests: Examples, parts: FlatParts[Tensor], owners: Sequence[int]
+) -> tuple[dict[int, Examples], FlatParts[Tensor]]:
+    """Each client's own test examples, and the parts without them."""
+    own = rules["own_test"]
+    if own == "column":
+        if rules.get("pool") or tests.owners is None:
+            raise ConfigError("partition.own_test = 'column' needs a test split with that column; give a share instead")
+        of = {c: (tests.owners == k).nonzero().flatten() for c, k in enumerate(owners)}
+        return {c: tests.take(rows) for c, rows in of.items() if len(rows)}, parts
+    kept, held = list[NDArray[np.int64]](), dict[int, Examples]()
+    for client, part in enumerate(parts):
+        count = min(max(1, round(float(own) * len(part))), len(part) - 1)
+        order = torch.arange(len(part))
+        if rules.get("own_test_take") != "last":
+            order = torch.randperm(len(part), generator=generator(seed_for(0, 0, 0, client, OWN_TEST)))
+        kept.append(part[order[: len(part) - count].sort().values].numpy())
+        if count:
+            held[client] = train.take(part[order[len(part) - count :].sort().values])
+    return held, FlatParts.of(kept).tensors()
+
+
+def _all(each: Sequence[Examples]) -> Examples:
+    """Examples, one below another."""
+    codes = [own.owners for own in each if own.owners is not None]
+    owners = torch.cat(codes) if len(codes) == len(each) else None
+    return Examples(torch.cat([own.values for own in each]), torch.cat([own.labels for own in each]), owners)

@@ -1,0 +1,156 @@
+"""By whose mean and spread a table or series is standardised, and the examples as they are then.
+
+Only training examples count, never test ones; a value that is missing counts for nothing, and becomes 0, the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.data.examples import Dataset
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.moments import Moments, moments, summed
+from fedstill.records import Examples
+
+Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
+
+STANDARDISED = ("table", "series")
+"""Kinds of inputs whose columns or channels have units of their own."""
+
+Parts = Sequence[Tensor] | Mapping[int, Tensor]
+
+
+@dataclass(frozen=True)
+class Standard:
+    """A mean and a spread for each column of a table or channel of a series, and whose they are; empty for none.
+
+    ``by_client``: where each client has its own. ``notes``: what a person should know, a sentence each.
+    """
+
+    origin: Origin = "none"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    by_client: Mapping[int, Moments] | None = None
+    notes: tuple[str, ...] = ()
+
+    def of(self, examples: Examples) -> Examples:
+        """Examples standardised, values that are missing 0 in the same step."""
+        if not examples.values.is_floating_point() or self.by_client is not None:
+            return examples
+        values = _scaled(examples.values, self.mean, self.std) if self.mean else examples.values
+        return replace(examples, values=values.nan_to_num(0.0))
+
+    def of_one(self, client: int, examples: Examples) -> Examples:
+        """One client's examples: by its own mean and spread, if it has one."""
+        if self.by_client is None:
+            return self.of(examples)
+        own = self.by_client[client]
+        return replace(examples, values=_scaled(examples.values, own.mean, own.std).nan_to_num(0.0))
+
+    def of_clients(self, examples: Examples, parts: Parts) -> Examples:
+        """Training examples standardised: each client's by its own mean and spread, if it has one."""
+        if self.by_client is None:
+            return self.of(examples)
+        values = examples.values.clone()
+        each = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
+        for client, part in each:
+            own = self.by_client[client]
+            values[part] = _scaled(values[part], own.mean, own.std)
+        return replace(examples, values=values.nan_to_num(0.0))
+
+
+def standard(
+    settings: Settings, dataset: Dataset, train: Examples, parts: Parts, public: Examples | None = None
+) -> Standard:
+    """The mean and spread by which a run's examples are standardised; none for images, vectors and texts.
+
+    parts: positions in ``train`` of the clients' examples. Raises ConfigError where nobody has what is asked for.
+    """
+    asked, kind = settings.data.standardise, dataset.about.kind
+    declared = _declared(settings, dataset)
+    if kind not in STANDARDISED and (asked or "none") == "none" and not declared:
+        return Standard()
+    if kind in ("image", "text"):
+        raise ConfigError(f"data.standardise is for tables, series and vectors; {dataset.name} holds {dataset.many}")
+    origin: Origin = asked or ("declared" if declared else "pooled")
+    if origin == "none":
+        return _without(settings, train)
+    if origin == "declared":
+        if not declared:
+            raise ConfigError("data.standardise = 'declared' needs data.mean and data.std, one number a column")
+        return Standard("declared", *declared)
+    if settings.on_sites and origin in ("pooled", "own"):
+        raise ConfigError(
+            f"data.standardise = {origin!r} would use data that sites keep; write data.mean and data.std, or set "
+            "data.standardise = 'server' (the public set's) or 'summed' (sums that sites send)"
+        )
+    return _taken(settings, dataset, origin, train, parts, public)
+
+
+def _taken(
+    settings: Settings, dataset: Dataset, origin: Origin, train: Examples, parts: Parts, public: Examples | None
+) -> Standard:
+    fixed = dataset.about.marks
+    if origin == "server":
+        if public is None:
+            raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
+        return _said(origin, moments(public.values, fixed), dataset)
+    each = dict(parts.items() if isinstance(parts, Mapping) else enumerate(parts))
+    if origin == "pooled":
+        return _said(origin, moments(train.values[torch.cat(list(each.values()))], fixed), dataset)
+    if origin == "summed":
+        if settings.privacy.on:
+            raise ConfigError(
+                "data.standardise = 'summed' sends sums as they are, and [privacy] protects logits alone; write "
+                "data.mean and data.std, or set data.standardise = 'server'"
+            )
+        return _said(origin, summed([train.values[part] for part in each.values()], fixed), dataset)
+    own = {client: moments(train.values[part], fixed) for client, part in each.items()}
+    return Standard("own", by_client=own, notes=("each client's columns have a mean and a spread of their own",))
+
+
+def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    if dataset.about.kind in ("image", "text"):
+        return None
+    own = settings.data
+    if (own.mean is None) != (own.std is None):
+        raise ConfigError("data.mean and data.std belong together; set both, or none")
+    mean, std = (own.mean, own.std) if own.mean is not None else (dataset.mean, dataset.std)
+    if not mean or not std:
+        return None
+    width = dataset.input_shape[0]
+    if {len(mean), len(std)} != {width}:
+        raise ConfigError(
+            f"data.mean has {len(mean)} numbers and data.std {len(std)}; {dataset.name} has {width} columns or channels"
+        )
+    return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def _without(settings: Settings, train: Examples) -> Standard:
+    if settings.data.missing == "mean" and bool(train.values.isnan().any()):
+        raise ConfigError("data.missing = 'mean' needs a mean: leave data.standardise out")
+    return Standard("none")
+
+
+def _said(origin: Origin, own: Moments, dataset: Dataset) -> Standard:
+    names = dataset.about.features or tuple(f"channel {i}" for i in range(len(own.mean)))
+    constant = [names[i] for i in own.constant]
+    notes = (f"constant, and left at 0: {', '.join(constant[:20])}",) if constant else ()
+    return Standard(origin, own.mean, own.std, notes=notes)
+
+
+def _scaled(values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(x - mean) / std by column (n, D) or channel (n, C, L)."""
+    shape = (1, -1, *[1] * (values.dim() - 2))
+    shift, scale = (torch.tensor(tuple(v), dtype=torch.float64).view(shape) for v in (mean, std))
+    return ((values.double() - shift) / scale).to(values.dtype)
+
+
+PLAIN = Standard()
+"""Examples as they are."""

@@ -1,0 +1,34 @@
+"""What the first event of a journal says of the data: classes, inputs, the clients' names, what was left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedstill.experiment.preparing.prepared import Prepared
+
+MOST_NAMES = 10_000
+"""Clients of more are known by their numbers alone."""
+
+
+def told_of_data(
+    prepared: Prepared, test_counts: Sequence[int], asked: Mapping[str, Any], split: bool
+) -> dict[str, Any]:
+    """Classes, label counts of the test set, what makes inputs of examples; who asks for what; networks and names.
+
+    split: whether a split stands beside the journal, which then says who has which network.
+    """
+    data, networks, names = prepared.dataset, prepared.world.client_models, prepared.names
+    told: dict[str, Any] = {
+        "classes": list(data.classes),
+        "inputs": prepared.sites.inputs.stored(data.train.values),
+        "test_counts": test_counts,
+        **asked,
+    }
+    if not split and len(set(networks)) > 1:
+        told["models"] = [spec.label for spec in networks]
+    if 0 < len(names) <= MOST_NAMES:
+        told["client_names"] = list(names)
+    if prepared.notes:
+        told["notes"] = list(prepared.notes)
+    return told
