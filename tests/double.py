@@ -26,13 +26,14 @@ class Wide(Inputs):
     """Inputs in float64; what augmentation draws and does stays as it is."""
 
     def plain(self, images: Tensor) -> Tensor:
-        if images.dtype != torch.uint8:  # noise, which is input already
-            return images.double()
+        if images.dtype != torch.uint8:  # inputs already: numbers, or token ids
+            return images.double() if images.is_floating_point() else images
         shift, scale = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
         return (images.double() / 255 - shift) / scale
 
     def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        return super().trained_on(images, generator).double()
+        x = super().trained_on(images, generator)
+        return x.double() if x.is_floating_point() else x
 
 
 def in_double(ready: Prepared) -> Prepared:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fedstill.engines import cost
-from fedstill.engines.cost import Work, forward_flops, suited_engine
+from fedstill.engines.cost import Work, suited_engine
+from fedstill.engines.footprint import forward_flops
 from fedstill.models import contract
 from fedstill.records import ModelSpec, Plan
 

@@ -9,7 +9,8 @@ import pytest
 
 import toys
 from fedstill.engines import cost
-from fedstill.engines.cost import Work, forward_flops, suited_engine
+from fedstill.engines.cost import Work, suited_engine
+from fedstill.engines.footprint import forward_flops
 from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.settle import settle

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
-import torch
-
+from fedstill.engines.footprint import step_flops
 from fedstill.engines.vectorised import why_not
-from fedstill.models import contract
 from fedstill.records import ModelSpec, Plan
 
 CROSSOVER = {"cpu": 60e6}
@@ -41,7 +38,7 @@ class Work:
     def flops(self) -> float:
         """Floating-point operations in a step of the costliest client, forward and backward, without teachers."""
         batch = max(1.0, min(self.plan.batch, self.examples))
-        return max(3 * forward_flops(spec) * batch for spec in self.specs)
+        return max(step_flops(spec, batch) for spec in self.specs)
 
 
 def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["pooled", "vectorised"], str]:
@@ -65,15 +62,3 @@ def suited_engine(stages: Collection[Work], device: str) -> tuple[Literal["poole
     if most > limit:
         return "pooled", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
     return "vectorised", f"{said}: stacking pays up to {limit / 1e6:.3g} MFLOP"
-
-
-@lru_cache(maxsize=64)
-def forward_flops(spec: ModelSpec) -> float:
-    """Floating-point operations of one example's forward pass, products only, as torch counts them."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    params = {k: v.to("meta") for k, v in contract.module(spec).state_dict().items()}
-    x = contract.example(spec, 1, "meta")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        contract.forward(contract.module(spec, "frozen").eval(), params, x)
-    return float(counter.get_total_flops())

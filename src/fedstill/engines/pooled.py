@@ -11,9 +11,10 @@ from typing import TypeVar
 import torch
 
 from fedstill.engines.cores import workers
+from fedstill.engines.footprint import activations, step_flops
 from fedstill.engines.serial import SerialEngine
 from fedstill.models import contract
-from fedstill.records import Payload, Reply, Stage
+from fedstill.records import ModelSpec, Payload, Reply, Stage
 from fedstill.work import ClientWork
 
 LIGHT = 1e6
@@ -75,11 +76,18 @@ class PooledEngine(SerialEngine):
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _light(self, stage: Stage, clients: Sequence[int]) -> bool:
-        """Whether a step is little work: about six operations a parameter and image, and sixty a pixel."""
+        """Whether a step is little work: of images about six operations a parameter and image, and sixty a pixel."""
         plan = self.world.plans.get(stage.name)
-        specs = {self.world.model(c) for c in clients}
-        numbers = max(contract.size(spec) + 10 * math.prod(spec.input_shape) for spec in specs)
-        return plan is not None and 6 * plan.batch * numbers <= self.light
+        if plan is None:
+            return False
+        return max(_work(self.world.model(c), plan.batch) for c in clients) <= self.light
 
     def _draws(self, clients: Sequence[int]) -> bool:
         return any(contract.draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients})
+
+
+def _work(spec: ModelSpec, batch: int) -> float:
+    """About the floating-point operations in a step; whether threads train clients depends on it, never a bit."""
+    if len(spec.input_shape) == 3:
+        return 6.0 * batch * (contract.size(spec) + 10 * math.prod(spec.input_shape))
+    return step_flops(spec, batch) + 6 * activations(spec) * batch

@@ -7,7 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import nn
+
 from fedstill.engines.cores import torch_threads
+from fedstill.engines.footprint import activations
 from fedstill.engines.how import How, scores_count, stage_examples
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
@@ -23,6 +26,9 @@ MOST = 100
 STACK_BYTES = 1_000_000_000
 """About what the tensors of a stack may take; the number of clients in one depends on it, and on that the last bit."""
 
+NO_RULE = (nn.EmbeddingBag, nn.RNNBase, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+"""Layers without a rule under ``torch.func.vmap``, which would run them client after client, or not at all."""
+
 
 def why_not(spec: ModelSpec, plan: Plan) -> str:
     """Why clients of this model and plan cannot be stacked; empty if they can."""
@@ -31,6 +37,8 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
     if scores_count(plan):
         return "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, by itself"
     for layer in contract.module(spec).modules():
+        if isinstance(layer, NO_RULE):
+            return f"model {spec.label} has layers for which torch knows no stack ({type(layer).__name__})"
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
             return f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
     return ""
@@ -78,10 +86,12 @@ class VectorisedEngine(PooledEngine):
         return cohorts
 
     def _bytes(self, client: int, plan: Plan) -> float:
-        """About what a client takes in a stack: copies of its model, its images, and the numbers of a step."""
+        """About what a client takes in a stack: copies of its model, its examples, and the numbers of a step."""
         spec = self.world.model(client)
-        image = math.prod(spec.input_shape)
-        return 4.0 * (8 * contract.size(spec) + 2 * image * self.sites.size(client) + 40 * image * plan.batch)
+        example = math.prod(spec.input_shape)
+        # Of images no other number than this: how many clients fit into a stack decides the last bit of old runs.
+        step = 40 * example if len(spec.input_shape) == 3 else 3 * activations(spec)
+        return 4.0 * (8 * contract.size(spec) + 2 * example * self.sites.size(client) + step * plan.batch)
 
     def _cohort(self, work: ClientWork, how: How, downs: Mapping[int, Payload]) -> dict[int, Reply]:
         """The replies of clients that are stacked as far as they fit on each other."""

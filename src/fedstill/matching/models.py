@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,9 +13,13 @@ from fedstill.errors import IncompatibleMethod
 from fedstill.matching.layer import MatchingSettings
 from fedstill.matching.residual import match_residual
 from fedstill.matching.whole_network import class_shares, match_chains
+from fedstill.models.attention import Attention
 from fedstill.models.contract import module
 from fedstill.models.layer_chain import last_block, plain_chain
 from fedstill.records import ModelSpec, Tensors
+
+KNOWN_CHAINS = defaultdict(lambda: "mlp", {2: "series_cnn", 3: "qkt_cnn"})
+"""Plain chains of ours, by the axes of an example."""
 
 
 def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
@@ -23,6 +28,18 @@ def matchable(spec: ModelSpec) -> Literal["exact", "approximate", ""]:
     if plain_chain(m) is not None:
         return "exact"
     return "approximate" if last_block(m) and isinstance(getattr(m, "head", None), nn.Linear) else ""
+
+
+def unmatched(spec: ModelSpec) -> str:
+    """What models of a spec have that cannot be matched, for people, and a model that can: for one line of refusal."""
+    layers = list(module(spec).modules())
+    others = [
+        "attention" * any(isinstance(layer, (Attention, nn.MultiheadAttention)) for layer in layers),
+        "embeddings" * any(isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) for layer in layers),
+    ]
+    why = " and ".join(filter(None, others))
+    other = "choose another method" if spec.vocabulary else f"set model.name = {KNOWN_CHAINS[len(spec.input_shape)]!r}"
+    return f"{spec.label} {f'has {why}' if why else 'is neither'}; {other}"
 
 
 def match_models(

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedstill.fields import Candidates, Count, CountOrZero
 from fedstill.fitting import FIT
 from fedstill.keys import seed_for
-from fedstill.matching import MatchingSettings, match_models, matchable, widened
+from fedstill.matching import MatchingSettings, match_models, matchable, unmatched, widened
 from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.naive_kd import TRANSFER
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
@@ -67,10 +67,7 @@ class PFNM(FedAvgOnce):
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
         if not matchable(spec):
-            return (
-                f"it matches units of plain chains of layers and of residual networks, and {spec.label} is neither; "
-                "set model.name = 'qkt_cnn'"
-            )
+            return f"it matches units of plain chains of layers and of residual networks, and {unmatched(spec)}"
         return super().misfit(stages, world)
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedstill.errors import ConfigError
 from fedstill.files import short_name
-from fedstill.models.network import ImageShape
+from fedstill.models.network import ImageShape, RowShape, SeriesShape
 from fedstill.records import ModelSpec
 
 RULE = (
@@ -17,6 +17,13 @@ RULE = (
     "num_classes are given what the data have; one with **kwargs gets num_classes; the others are fields of [model]"
 )
 """How classes and channels are handed over to a model."""
+
+ONLY: Mapping[Any, tuple[int, str]] = {
+    ImageShape: (3, "images"),
+    SeriesShape: (2, "series"),
+    RowShape: (1, "rows of numbers"),
+}
+"""The annotations of ``input_shape`` by which a network takes one kind of numbers: the axes of an example, in words."""
 
 
 def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
@@ -45,8 +52,9 @@ def _refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
         takes = "the token ids of texts"
     elif spec.vocabulary and not (for_any or "vocabulary" in named):
         takes = "numbers"
-    elif len(spec.input_shape) != 3 and _hints(target).get("input_shape") == ImageShape:
-        takes = "images"
+    elif not spec.vocabulary:
+        length, what = ONLY.get(_hints(target).get("input_shape"), (len(spec.input_shape), ""))
+        takes = what if length != len(spec.input_shape) else ""
     if takes:
         kind, model = suited(spec.input_shape, spec.vocabulary)
         raise ConfigError(f"model {short_name(spec.name)!r} takes {takes}, and these examples are {kind}; {model}")

@@ -1,7 +1,8 @@
 """Networks as chains of layers with weights: what they consist of, and the same chain with other numbers of units.
 
 A *plain chain* is a body of convolutions, linear layers, ReLU, pooling, dropout and one flattening, and a linear head:
-its hidden units can be put in any order, and there can be more of them.
+its hidden units can be put in any order, and there can be more of them. Before its first layer, inputs may be given
+another shape (``nn.Unflatten``): series become images of one row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from fedstill.errors import ConfigError
 from fedstill.models.resnet import Residual
 
-WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten)
+WITHOUT_WEIGHTS = (nn.ReLU, nn.MaxPool2d, nn.AvgPool2d, nn.Dropout, nn.Flatten, nn.Unflatten)
 
 
 def plain_chain(m: nn.Module) -> list[str] | None:
@@ -28,6 +29,9 @@ def plain_chain(m: nn.Module) -> list[str] | None:
     named = [(f"body.{name}", layer) for name, layer in body.named_children()]
     if not all(_biased(layer) or isinstance(layer, WITHOUT_WEIGHTS) for _, layer in named):
         return None
+    weighted = [_biased(layer) for _, layer in named]
+    if any(isinstance(layer, nn.Unflatten) and any(weighted[:i]) for i, (_, layer) in enumerate(named)):
+        return None  # it would make channels of units
     return [*(name for name, layer in named if _biased(layer)), "head"]
 
 

@@ -10,6 +10,12 @@ from fedstill.errors import ConfigError
 ImageShape = tuple[int, int, int]
 """(channels, height, width). A network whose ``input_shape`` is annotated so takes images only."""
 
+SeriesShape = tuple[int, int]
+"""(channels, steps). A network whose ``input_shape`` is annotated so takes series only."""
+
+RowShape = tuple[int]
+"""(columns,). A network whose ``input_shape`` is annotated so takes rows of numbers only."""
+
 InputShape = tuple[int, ...]
 """The shape of one example of any kind, as ``ModelSpec`` says it."""
 
@@ -17,7 +23,7 @@ InputShape = tuple[int, ...]
 class Network(nn.Module):
     """``forward(x) = head(body(x))``: body gives the (B, D) penultimate features, head is the last linear layer.
 
-    x: (B, channels, height, width) float. Gives (B, C) logits.
+    x: (B, *input_shape), float or token ids. Gives (B, C) logits.
     """
 
     def __init__(self, body: nn.Module, features: int, classes: int, bias: bool = True) -> None:

@@ -17,7 +17,8 @@ from torch.nn import functional
 from fedstill.models.network import Network, OnCircle
 from fedstill.models.pooling import MaxPool2d
 
-KNOWN = (nn.Sequential, Network, OnCircle, nn.Conv2d, nn.MaxPool2d, MaxPool2d, nn.ReLU, nn.Flatten, nn.Linear)
+SHAPES = (nn.Flatten, nn.Unflatten)
+KNOWN = (nn.Sequential, Network, OnCircle, nn.Conv2d, nn.MaxPool2d, MaxPool2d, nn.ReLU, *SHAPES, nn.Linear)
 """Layers that may stand in such a network: others may ask for an order of memory that ``vmap`` does not tell."""
 
 

@@ -1,0 +1,132 @@
+"""Texts as token ids: each tokenizer against its definition, padding, cutting, and what is refused in one line."""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedstill.data.sources.text import encoded
+from fedstill.errors import ConfigError, DataError
+
+TEXTS = ["The cat sat on the mat.", "", "Ünïcode, 42 — déjà vu!", "   \t\n", "a"]
+
+
+def test_words_are_hashed_by_crc_32() -> None:
+    got = encoded(TEXTS, "words", 1000, 6)
+    cat = ["the", "cat", "sat", "on", "the", "mat"]
+    assert got.ids.dtype == np.int64
+    assert got.ids[0].tolist() == [1 + binascii.crc32(w.encode()) % 999 for w in cat]
+    assert got.ids[2].tolist()[:2] == [1 + binascii.crc32(w.encode()) % 999 for w in ("ünïcode", "42")]
+    assert got.ids[1].tolist() == got.ids[3].tolist() == [0] * 6
+    assert (got.vocabulary, got.cut, got.sha) == (1000, 0.0, "")
+
+
+def test_bytes_are_bytes() -> None:
+    got = encoded(TEXTS, "bytes", 5, 40)
+    for text, row in zip(TEXTS, got.ids, strict=True):
+        own = row[row > 0] - 1
+        assert bytes(own.tolist()) == text.encode()
+        assert (row[len(own) :] == 0).all()
+    assert got.vocabulary == 257
+
+
+@pytest.mark.parametrize(("tokenizer", "length", "cut"), [("words", 4, 1 / 5), ("bytes", 2, 3 / 5), ("words", 6, 0.0)])
+def test_long_texts_are_cut_and_counted(tokenizer: str, length: int, cut: float) -> None:
+    got = encoded(TEXTS, tokenizer, 50, length)
+    assert got.ids.shape == (5, length)
+    assert got.cut == pytest.approx(cut)
+    assert (got.ids == encoded(TEXTS, tokenizer, 50, 60).ids[:, :length]).all()
+
+
+def test_ids_are_below_the_vocabulary_however_small_it_is() -> None:
+    texts = [" ".join(f"w{i}" for i in range(200))]
+    for vocabulary in (2, 3, 17):
+        ids = encoded(texts, "words", vocabulary, 200).ids
+        assert set(ids.flatten().tolist()) == set(range(1, vocabulary))
+
+
+def test_no_texts_at_all() -> None:
+    got = encoded([], "words", 10, 3)
+    assert got.ids.shape == (0, 3)
+    assert got.cut == 0.0
+
+
+def written(folder: Path, padding: int | None, dropout: float | None = None) -> Path:
+    """A tokenizer's file of seven words, whose padding has some id, or none."""
+    pytest.importorskip("tokenizers")
+    words = ["[UNK]", "the", "cat", "sat", "on", "mat"]
+    if padding is not None:
+        words.insert(padding, "[PAD]")
+    model: dict[str, object] = {"type": "WordLevel", "vocab": {w: i for i, w in enumerate(words)}, "unk_token": "[UNK]"}
+    if dropout:
+        model = {"type": "BPE", "dropout": dropout, "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+    file = {"version": "1.0", "normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"}}
+    file |= {"added_tokens": [], "truncation": None, "padding": None, "post_processor": None, "decoder": None}
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**file, "model": model}))
+    return path
+
+
+@pytest.mark.parametrize("padding", [0, 3, None])
+def test_a_tokenizers_file_has_padding_0_whatever_it_has_itself(tmp_path: Path, padding: int | None) -> None:
+    path = written(tmp_path, padding)
+    got = encoded(["The cat sat", "the dog", ""], str(path), 9999, 4)
+    own = json.loads(path.read_text())["model"]["vocab"]
+    shift = 0 if padding == 0 else 1
+    assert got.ids[0].tolist() == [own["the"] + shift, own["cat"] + shift, own["sat"] + shift, 0]
+    assert got.ids[1].tolist() == [own["the"] + shift, own["[UNK]"] + shift, 0, 0]
+    assert got.ids[2].tolist() == [0] * 4
+    assert got.vocabulary == len(own) + shift
+    assert got.sha == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert encoded(["the cat", "the cat sat on"], str(path), 0, 3).cut == 0.5
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "vocabulary", "length", "says"),
+    [
+        ("letters", 10, 4, "data.tokenizer = 'letters' must be 'words', 'bytes' or a file tokenizer.json"),
+        ("words", 1, 4, "data.vocabulary = 1 must be at least 2"),
+        ("words", 10, 0, "data.length = 0 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_one_line(tokenizer: str, vocabulary: int, length: int, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        encoded(TEXTS, tokenizer, vocabulary, length)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "cannot be read"), ("{}", "is no file of Hugging Face's tokenizers"), ("\xff", "is no file of Hugging")],
+)
+def test_a_file_that_is_no_tokenizer_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "own.json"
+    if content is not None:
+        path.write_bytes(content.encode("latin1"))
+    with pytest.raises(ConfigError) as raised:
+        encoded(TEXTS, str(path), 0, 4)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_that_draws_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has dropout"):
+        encoded(TEXTS, str(written(tmp_path, None, dropout=0.5)), 0, 4)
+
+
+@pytest.mark.parametrize(("text", "says"), [(None, "text 1 is a NoneType"), (3, "text 1 is a int")])
+def test_what_is_no_text_is_named(text: object, says: str) -> None:
+    with pytest.raises(DataError, match=says):
+        encoded(["a", text], "words", 10, 4)  # type: ignore[list-item]
+
+
+def test_half_a_character_is_named() -> None:
+    with pytest.raises(DataError, match="text 1 cannot be written as UTF-8"):
+        encoded(["a", "\ud800"], "bytes", 10, 4)

@@ -1,0 +1,80 @@
+"""What a step takes: operations, dense gradients, activations; and that images keep the numbers of before."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from fedstill.engines import footprint
+from fedstill.engines.pooled import _work
+from fedstill.engines.vectorised import why_not
+from fedstill.models import contract
+from fedstill.records import ModelSpec, Plan
+from fedstill.registry import register
+
+TEXT = contract.spec_for("bag", (12,), 4, {"width": 6}, 30)
+TABLE = contract.spec_for("mlp", (5,), 3, {"hidden": (8,)})
+
+
+def test_products_are_counted_and_an_embeddings_gradient_is_dense() -> None:
+    assert footprint.forward_flops(TEXT) == 2 * 6 * 4
+    assert footprint.embedding_size(TEXT) == 30 * 6
+    assert footprint.step_flops(TEXT, 10) == 3 * 10 * 2 * 6 * 4 + 2 * 30 * 6
+    assert footprint.step_flops(TABLE, 7) == 3 * 7 * 2 * (5 * 8 + 8 * 3)
+
+
+def test_activations_are_what_layers_give() -> None:
+    assert footprint.activations(TABLE) == 8 + 8 + 3, "linear, ReLU, linear; a view is nothing new"
+
+
+@register("model", "toy_looking")
+class Looking(nn.Module):
+    """A network that looks at a number of its input, which has none where there are only shapes."""
+
+    def __init__(self, input_shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(input_shape[0], classes)
+        self.register_buffer("hidden", self.layer.weight.detach().clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) + 0 * (x @ self.hidden.T)
+        return y if bool(x.sum() < 1) else 2 * y
+
+
+def test_a_network_that_looks_at_numbers_is_counted_on_zeros() -> None:
+    spec = contract.spec_for("toy_looking", (5,), 3, {})
+    assert footprint.forward_flops(spec) == 2 * 2 * 5 * 3
+
+
+@pytest.mark.parametrize("name", ["mlp", "digits_cnn", "cnn"])
+def test_images_keep_their_numbers(name: str) -> None:
+    """How many clients fit into a stack, and so the last bit of old runs, depends on them."""
+    spec = contract.spec_for(name, (1, 8, 8), 10, {})
+    assert _work(spec, 50) == 6 * 50 * (contract.size(spec) + 10 * 64)
+
+
+def test_more_tokens_a_larger_vocabulary_and_a_larger_batch_are_more_work() -> None:
+    def bag(length: int, vocabulary: int) -> ModelSpec:
+        return contract.spec_for("bag", (length,), 4, {}, vocabulary)
+
+    assert _work(bag(12, 30), 10) < _work(bag(24, 30), 10) < _work(bag(24, 30), 20) < _work(bag(24, 9000), 20)
+
+
+@register("model", "toy_sparse_bag")
+class SparseBag(nn.Module):
+    """A bag of words by torch's own layer for it."""
+
+    def __init__(self, vocabulary: int, classes: int) -> None:
+        super().__init__()
+        self.body = nn.EmbeddingBag(vocabulary, 4)
+        self.head = nn.Linear(4, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x))
+        return y
+
+
+def test_layers_without_a_rule_are_named() -> None:
+    why = why_not(contract.spec_for("toy_sparse_bag", (12,), 4, {}, 30), Plan())
+    assert why == "model toy_sparse_bag has layers for which torch knows no stack (EmbeddingBag)"
+    assert not why_not(TEXT, Plan())
