@@ -1,0 +1,153 @@
+"""Clients that the data name: their parts, their own tests, what a run says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedstill
+import toys
+from fedstill import Experiment, from_clients
+from fedstill.data.examples import Dataset
+from fedstill.errors import ConfigError, InfeasiblePartition
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.running.own_tests import OwnTests
+from fedstill.report.page import write_page
+
+SIZES = ((20, 4), (30, 6), (10, 2))
+
+
+def some(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    labels = torch.arange(count) % 2
+    noise = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+    return noise + 2.0 * labels[:, None], labels
+
+
+def hospitals() -> Dataset:
+    pairs = [(some(train, 2 * i), some(test, 2 * i + 1)) for i, (train, test) in enumerate(SIZES)]
+    return from_clients("hospitals", pairs, names=["bern", "chur", "genf"])
+
+
+def ready(partition: dict[str, Any], **changes: Any) -> Prepared:
+    table = {"kind": "column", "column": "client", **partition}
+    values = {"topology": {"clients": 3}, "model": "logistic", **changes}
+    return prepare(settle(toys.toy(partition=table, **values)), hospitals())
+
+
+def test_each_owner_is_a_client_with_its_own_examples_and_test() -> None:
+    run, data = ready({"own_test": "column"}), hospitals()
+    assert run.names == ("bern", "chur", "genf")
+    for client, (train, test) in enumerate(SIZES):
+        assert data.train.owners is not None
+        assert run.sites.parts[client].tolist() == (data.train.owners == client).nonzero().flatten().tolist()
+        assert (len(run.sites.parts[client]), len(run.sites.own_tests[client])) == (train, test)
+    assert run.sites.common_test is not None
+    assert len(run.sites.common_test) == 12
+
+
+@pytest.mark.parametrize("take", ["random", "last"])
+def test_a_share_of_each_clients_rows_is_its_test_and_trains_nobody(take: str) -> None:
+    run, seeded = (ready({"own_test": 0.2, "own_test_take": take}, seed=seed) for seed in (1, 2))
+    for client, (train, _) in enumerate(SIZES):
+        part, own = run.sites.parts[client], run.sites.own_tests[client]
+        assert (len(part), len(own)) == (train - train // 5, train // 5)
+        assert torch.equal(part, seeded.sites.parts[client]), "the same for every seed of a run"
+        rows = {tuple(row) for row in run.sites.train.values[part].tolist()}
+        assert rows.isdisjoint(tuple(row) for row in own.values.tolist())
+    if take == "last":
+        assert torch.equal(run.sites.own_tests[0].values, hospitals().train.values[16:20])
+
+
+def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -> None:
+    run = ready({"own_test": 0.5, "pool": True})
+    assert [len(run.sites.parts[c]) for c in range(3)] == [12, 18, 6]
+    assert run.sites.common_test is not None
+    assert len(run.sites.common_test) == 36, "all own tests together"
+    with pytest.raises(ConfigError, match=r"partition.pool = true needs partition.own_test"):
+        ready({"pool": True})
+    with pytest.raises(ConfigError, match="needs a test split with that column; give a share"):
+        ready({"pool": True, "own_test": "column"})
+
+
+def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_named() -> None:
+    run = ready({"least": 15}, topology={"clients": 2})
+    assert run.names == ("bern", "chur")
+    with pytest.raises(ConfigError, match=r"has 3 values with enough training examples, and topology.clients is 4"):
+        ready({}, topology={"clients": 4})
+    with pytest.raises(ConfigError, match=r"partition.kind = 'column' needs data with such a column"):
+        prepare(settle(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())
+    with pytest.raises((ConfigError, InfeasiblePartition)):
+        ready({"least": 100}, topology={"clients": 3})
+
+
+def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path) -> None:
+    result = fedstill.run(Experiment(rounds=2, measure=(), model="logistic"), tmp_path / "one", data=hospitals())
+    assert result.summary["clients"] == 3
+    assert result.summary["partition"] == "column"
+    by_client = result.summary["own_test_by_client"]
+    assert result.summary["own_test_accuracy"] == pytest.approx(sum(by_client.values()) / 3)
+    assert result.summary["own_test_worst"] == min(by_client.values())
+    params, data = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors"), hospitals()
+    assert set(params) == {"head.weight", "head.bias"}
+    for client in range(3):
+        assert data.test.owners is not None
+        own = data.test.owners == client
+        logits = data.test.values[own] @ params["head.weight"].T + params["head.bias"]
+        right = logits.argmax(1) == data.test.labels[own]
+        assert by_client[str(client)] == pytest.approx(float(right.double().mean()))
+    start = json.loads((tmp_path / "one" / "journal.jsonl").read_text().splitlines()[0])
+    assert start["client_names"] == ["bern", "chur", "genf"]
+    page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
+    assert "Each client on its own test set" in page
+    assert "chur" in page
+
+
+def test_a_run_of_owners_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    experiment = Experiment(rounds=3, measure=(), partition={"kind": "column", "column": "client", "own_test": 0.25})
+    whole = fedstill.run(experiment.with_values({"topology.clients": 3}, "t"), tmp_path / "a", data=hospitals())
+
+    class Enough(Exception):
+        pass
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["round"] == 1:
+            raise Enough
+
+    with pytest.raises(Enough):
+        fedstill.run(
+            experiment.with_values({"topology.clients": 3}, "t"), tmp_path / "b", data=hospitals(), on_round=stop
+        )
+    again = fedstill.resume(tmp_path / "b", data=hospitals())
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "b/model.safetensors").read_bytes()
+    assert again.summary["own_test_by_client"] == whole.summary["own_test_by_client"]
+
+
+def test_the_answer_of_each_client_counts_where_it_has_one() -> None:
+    sites = ready({"own_test": "column"}).sites
+    right = {0: 1.0, 1: 0.5, 2: 0.0}
+
+    def of(client: int) -> Any:
+        own = sites.own_tests[client]
+
+        def predict(x: torch.Tensor) -> torch.Tensor:
+            rows = [int((own.values == row).all(1).nonzero()[0]) for row in x]
+            hit = torch.tensor([row < right[client] * len(own) for row in rows])
+            said = torch.where(hit, own.labels[rows], 1 - own.labels[rows])
+            return torch.nn.functional.one_hot(said, 2).double()
+
+        return predict
+
+    told = OwnTests(sites, frozenset()).round({f"client {c}": of(c) for c in range(3)})
+    assert told["own_test_by_client"] == {"0": 1.0, "1": 0.5, "2": 0.0}
+    tests = OwnTests(sites, frozenset({"train"}))
+    tests.note(
+        [{"name": "train", "client": 1, "site_accuracy": 0.75}, {"name": "else", "client": 0, "site_accuracy": 1}]
+    )
+    assert tests.round({})["own_test_by_client"] == {"1": 0.75}
+    assert OwnTests(replace(sites, own_tests={}), frozenset()).round({"global": of(0)}) == {}

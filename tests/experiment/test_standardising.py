@@ -1,0 +1,129 @@
+"""By whose mean and spread examples are standardised, against NumPy; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from fedstill import from_tensors
+from fedstill.data.examples import Dataset
+from fedstill.data.form import About
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.moments import moments, summed
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(5.0, 3.0, shape)
+
+
+def table(marks: tuple[int, ...] = (), missing: bool = False) -> Dataset:
+    """Forty rows of four columns; the third is constant."""
+    values, held = draw(40, 4), draw(10, 4, seed=1)
+    values[:, 2] = held[:, 2] = 7.0
+    pairs = [(torch.from_numpy(v), torch.arange(len(v)) % 2) for v in (values, held)]
+    data = from_tensors("mine", *pairs, kind="table")
+    if missing:
+        data.train.values[3, 1] = float("nan")
+        data.test.values[0, 1] = float("nan")
+    return replace(data, about=About("table", features=("a", "b", "c", "d"), marks=marks))
+
+
+def ready(data: Dataset, **said: Any) -> Prepared:
+    values = {"topology": {"clients": 2}, "partition": "iid", "model": "logistic"}
+    return prepare(settle(toys.toy(**{**values, "data": said})), data)
+
+
+def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None:
+    data, run = table(), ready(table())
+    x = data.train.values.double().numpy()
+    mean, std = x.mean(0), np.where(x.std(0) == 0, 1.0, x.std(0))
+    assert np.allclose(run.sites.inputs.mean, mean)
+    assert np.allclose(run.sites.inputs.std, std)
+    assert np.allclose(run.sites.train.values.numpy(), (x - mean) / std, atol=1e-6)
+    assert run.sites.common_test is not None
+    assert np.allclose(run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5)
+    assert any("constant, and left at 0: c" in note for note in run.notes)
+
+
+def test_a_test_row_changes_no_statistic() -> None:
+    other = table()
+    other.test.values.mul_(100)
+    assert ready(other).sites.inputs.mean == ready(table()).sites.inputs.mean
+
+
+def test_marks_stay_as_they_are_and_what_is_missing_becomes_the_mean() -> None:
+    run = ready(table(marks=(3,), missing=True), missing="mean")
+    assert (run.sites.inputs.mean[3], run.sites.inputs.std[3]) == (0.0, 1.0)
+    known = np.delete(table().train.values.double().numpy()[:, 1], 3)
+    assert run.sites.inputs.mean[1] == pytest.approx(known.mean())
+    assert run.sites.train.values[3, 1] == 0
+    assert run.sites.common_test is not None
+    assert run.sites.common_test.values[0, 1] == 0
+
+
+def test_sums_that_clients_send_give_what_all_rows_give() -> None:
+    x = torch.from_numpy(draw(30, 3))
+    parts = [x[:5], x[5:6], x[6:]]
+    one, many = moments(x), summed(parts, ())
+    assert np.allclose(one.mean, many.mean, rtol=1e-12)
+    assert np.allclose(one.std, many.std, rtol=1e-10)
+    assert ready(table(), standardise="summed").sites.inputs.mean == pytest.approx(ready(table()).sites.inputs.mean)
+
+
+def test_series_have_a_mean_and_a_spread_by_channel() -> None:
+    x = draw(40, 2, 6)
+    pairs = [(torch.from_numpy(v), torch.arange(len(v)) % 2) for v in (x, draw(10, 2, 6, seed=1))]
+    run = ready(from_tensors("mine", *pairs))
+    assert np.allclose(run.sites.inputs.mean, x.astype(np.float32).mean((0, 2)))
+    assert np.allclose(run.sites.train.values.double().numpy().mean((0, 2)), 0, atol=1e-6)
+    assert np.allclose(run.sites.train.values.double().numpy().std((0, 2)), 1, atol=1e-6)
+
+
+def test_each_client_by_its_own_has_no_common_test() -> None:
+    run = ready(table(), standardise="own")
+    assert run.sites.common_test is None
+    for client in range(2):
+        own = run.sites.train.values[run.sites.parts[client]].double().numpy()
+        assert np.allclose(own.mean(0), 0, atol=1e-6)
+
+
+def test_declared_numbers_and_the_public_sets() -> None:
+    run = ready(table(), mean=(1.0, 2.0, 3.0, 4.0), std=(1.0, 2.0, 1.0, 0.5))
+    assert run.sites.inputs.mean == (1.0, 2.0, 3.0, 4.0)
+    run = ready(table(), standardise="server", public=10)
+    assert run.sites.public is not None
+    assert np.allclose(run.sites.public.values.double().numpy()[:, 0].mean(), 0, atol=1e-6)
+    vectors = replace(table(), about=About("vector"))
+    assert ready(vectors).sites.inputs.mean == (), "vectors are left as they are"
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        ({"standardise": "declared"}, "needs data.mean and data.std"),
+        ({"standardise": "server"}, "needs a public set: set data.public"),
+        ({"mean": (1.0,) * 4}, "data.mean and data.std belong together"),
+        ({"mean": (1.0,), "std": (1.0,)}, "data.mean has 1 numbers and data.std 1; mine has 4 columns"),
+        ({"augment": ("crop",)}, r"data.augment = \['crop'\] is for images as pixels; mine holds rows of a table"),
+        ({"public_resize": True}, "data.public_resize is for images; mine holds rows of a table"),
+        ({"standardise": "none", "missing": "mean"}, "data.missing = 'mean' needs a mean"),
+    ],
+)
+def test_what_cannot_standardise_is_refused_in_one_line(said: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        ready(table(missing=True), **said)
+
+
+def test_a_network_of_images_is_refused_with_one_that_fits() -> None:
+    with pytest.raises(ConfigError, match=r"model 'cnn' takes images, and these examples are rows of numbers .*'mlp'"):
+        prepare(settle(toys.toy(model="cnn", topology={"clients": 2})), table())
+    texts = [(torch.ones(20, 5).int(), torch.arange(20) % 2)] * 2
+    with pytest.raises(ConfigError, match=r"model 'mlp' takes numbers, and these examples are texts"):
+        prepare(settle(toys.toy(model="mlp", topology={"clients": 2})), from_tensors("t", *texts, vocabulary=9))
