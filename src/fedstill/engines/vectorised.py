@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from fedstill.engines.cores import torch_threads
@@ -16,7 +19,9 @@ from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun
 from fedstill.engines.stacked_carry import Structures
+from fedstill.errors import on_one_line
 from fedstill.models import contract
+from fedstill.models.wrapped import Wrapped
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
 
@@ -41,6 +46,20 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
             return f"model {spec.label} has layers for which torch knows no stack ({type(layer).__name__})"
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
             return f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
+    return _tried(spec) if isinstance(getattr(contract.module(spec), "body", None), Wrapped) else ""
+
+
+@functools.lru_cache(maxsize=64)
+def _tried(spec: ModelSpec) -> str:
+    """Why modules of others cannot be stacked; empty if they can. Two clients' gradients tell; a warning counts."""
+    m, x = contract.module(spec, "frozen"), contract.example(spec, 2)
+    params = {k: torch.stack([v.detach(), v.detach()]).requires_grad_() for k, v in m.named_parameters()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.func.vmap(lambda own: contract.forward(m, own, x))(params).sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return f"model {spec.label} runs client after client under torch.func.vmap, or not at all: {on_one_line(error)}"
     return ""
 
 

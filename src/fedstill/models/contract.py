@@ -21,7 +21,8 @@ from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
-from fedstill.models.handed import RULE, handed
+from fedstill.model_spec import as_pairs
+from fedstill.models.handed import RULE, handed, refuse_other_inputs
 from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
@@ -38,16 +39,24 @@ def build(spec: ModelSpec) -> nn.Module:
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
     """
-    entry = registry.lookup("model", spec.name)
-    try:
-        made = entry.build(**handed(entry.target, spec), **dict(spec.fields))
-    except TypeError as error:
-        raise ConfigError(f"model {spec.name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model {spec.name!r} made a {type(made).__name__}, not a torch.nn.Module")
-    if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
-        raise ConfigError(f"model {spec.name!r} has lazy layers, whose sizes only a first batch tells; write them")
+    refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
+    made = built(spec.name, spec, dict(spec.fields))
     return with_widths(made, spec.widths) if spec.widths else made
+
+
+def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
+    """A module of a name, a file or an import path, with what a spec knows of the data and these fields."""
+    entry = registry.lookup("model", name)
+    data = {k: v for k, v in handed(entry.target, spec).items() if k not in fields}
+    try:
+        made = entry.build(**data, **fields)
+    except TypeError as error:
+        raise ConfigError(f"model {name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model {name!r} made a {type(made).__name__}, not a torch.nn.Module")
+    if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
+        raise ConfigError(f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them")
+    return made
 
 
 def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:
@@ -204,5 +213,4 @@ def spec_for(
     vocabulary: int = 0,
 ) -> ModelSpec:
     """The spec of a registered or imported model; fields are sorted, so that equal settings are equal specs."""
-    pairs = tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in (fields or {}).items()))
-    return ModelSpec(name, input_shape, classes, pairs, vocabulary=vocabulary)
+    return ModelSpec(name, input_shape, classes, as_pairs(fields or {}), vocabulary=vocabulary)

@@ -37,18 +37,17 @@ def handed(target: Callable[..., Any], spec: ModelSpec) -> dict[str, Any]:
     if len(spec.input_shape) > 1:
         known["in_channels"] = spec.input_shape[0]
     named = inspect.signature(target).parameters
-    _refuse_other_inputs(target, spec)
     handed = {name: value for name, value in known.items() if name in named}
     rest = any(p.kind is p.VAR_KEYWORD for p in named.values())
     return handed | ({"num_classes": spec.classes} if rest and not {"classes", "num_classes"} & set(named) else {})
 
 
-def _refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
+def refuse_other_inputs(target: Callable[..., Any], spec: ModelSpec) -> None:
     """Raise ConfigError for a network of images, of numbers or of token ids on examples of another kind."""
     named = inspect.signature(target).parameters
     for_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
     takes = ""
-    if "vocabulary" in named and not spec.vocabulary:
+    if "vocabulary" in named and not spec.vocabulary and named["vocabulary"].default is inspect.Parameter.empty:
         takes = "the token ids of texts"
     elif spec.vocabulary and not (for_any or "vocabulary" in named):
         takes = "numbers"

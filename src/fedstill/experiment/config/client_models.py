@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.named_tables import fields_of
+from fedstill.experiment.config.named_tables import fields_of, with_code
 from fedstill.fields import checked, shown
 
 KEY = "clients.models"
@@ -105,7 +105,7 @@ def _network(said: Any, where: str, base: Path | None, resolve: Callable[[str], 
     given = {str(k): v for k, v in said.items() if k not in ("name", "share")}
     fields = checked(fields_of("model", said["name"], base)[1], given, where)
     share = {"share": said["share"]} if "share" in said else {}
-    return {"name": resolve(said["name"]), **share, **fields}
+    return {"name": resolve(said["name"]), **share, **with_code("model", fields, base)}
 
 
 def _pair(network: Any) -> tuple[str, dict[str, Any]]:

@@ -77,7 +77,17 @@ def read_named(
         raise ConfigError(f"{kind}.{key} = {shown(name)} must be a name, a file or an import path")
     own = (options or {}).get(name, {})
     fields = {k: (hint, own.get(k, value)) for k, (hint, value) in fields_of(kind, name, base)[1].items()}
-    return Named(kind, resolved_name(kind, name, base), checked(fields, given, kind))
+    return Named(kind, resolved_name(kind, name, base), with_code(kind, checked(fields, given, kind), base))
+
+
+def with_code(kind: str, value: Any, base: Path | None) -> Any:
+    """The fields of a model, in which each ``of`` names code as it stands in a run's config.toml."""
+    if kind != "model" or not isinstance(value, Mapping):
+        return value
+    return {
+        k: resolved_name("model", v, base) if k == "of" and isinstance(v, str) else with_code(kind, v, base)
+        for k, v in value.items()
+    }
 
 
 def resolved_name(kind: str, name: str, base: Path | None) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from fedstill.errors import BadPayload, CorruptFile
 from fedstill.experiment.run_directory.journal import Mark
 from fedstill.files import digest, make_folder, remove, write_whole
+from fedstill.model_spec import as_pairs
 from fedstill.records import ModelSpec, Payload, State
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
@@ -127,7 +128,7 @@ class Checkpoints:
             (groups[key],) = self._group(sha).values()
         model = manifest["model"]
         if model:
-            fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in model["fields"])
+            fields = as_pairs(model["fields"])
             shape, widths = tuple(model["input_shape"]), tuple(model.get("widths", ()))
             model = ModelSpec(model["name"], shape, model["classes"], fields, widths, model.get("vocabulary", 0))
         extra = Payload({k.removeprefix("extra "): g for k, g in groups.items() if k != "params"})

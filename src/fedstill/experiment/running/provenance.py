@@ -57,6 +57,7 @@ def sources(settings: Settings, beside: bool = True) -> dict[str, str]:
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
+    names += words(named.model.values)
     own = {Path(n.partition(":")[0]) for n in names if ".py" in n}
     paths = sorted({str(path) for file in own for path in (files_of(file) if beside else [file])})
     files = {path: digest(Path(path).read_bytes()) for path in paths}
