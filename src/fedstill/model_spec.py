@@ -16,7 +16,8 @@ class ModelSpec:
     ``input_shape``: of one example: (channels, height, width) of an image, (D,) of a vector or a row of a table,
     (channels, L) of a series, (L,) of a text's token ids. ``vocabulary``: how many token ids there are, 0 where inputs
     are numbers. ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the numbers of units of its hidden
-    layers, where they are not the network's own.
+    layers, where they are not the network's own. ``trains``, ``held``: which entries are trained, and the SHA-256 of
+    all others, which stay as they are (``models.held_entries``); empty: all are trained.
     """
 
     name: str
@@ -25,6 +26,8 @@ class ModelSpec:
     fields: tuple[tuple[str, Any], ...] = ()
     widths: tuple[int, ...] = ()
     vocabulary: int = 0
+    trains: tuple[str, ...] = ()
+    held: str = ""
 
     def __str__(self) -> str:
         """All of it: the seed of initial weights is made of this."""

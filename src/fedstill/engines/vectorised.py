@@ -39,6 +39,8 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
     """Why clients of this model and plan cannot be stacked; empty if they can."""
     if contract.draws_random_numbers(spec):
         return f"model {spec.label} draws random numbers (dropout)"
+    if spec.held:
+        return "train_only keeps entries of the network as they are"
     if scores_count(plan):
         return "plan.patience or plan.keep is set: each client would stop, or choose its best epoch, by itself"
     for layer in contract.module(spec).modules():

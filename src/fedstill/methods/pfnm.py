@@ -66,6 +66,8 @@ class PFNM(FedAvgOnce):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         spec = world.model(SERVER)
+        if spec.held:
+            return "it changes the widths of layers, and train_only keeps some as they are"
         if not matchable(spec):
             return f"it matches units of plain chains of layers and of residual networks, and {unmatched(spec)}"
         return super().misfit(stages, world)

@@ -23,6 +23,7 @@ from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
 from fedstill.model_spec import as_pairs
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
+from fedstill.models.held_entries import moving, put_in
 from fedstill.models.layer_chain import with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
@@ -41,7 +42,7 @@ def build(spec: ModelSpec) -> nn.Module:
     """
     refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
     made = built(spec.name, spec, dict(spec.fields))
-    return with_widths(made, spec.widths) if spec.widths else made
+    return put_in(with_widths(made, spec.widths) if spec.widths else made, spec)
 
 
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
@@ -79,13 +80,19 @@ def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     with _building, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = build(spec)
-    return {k: v.detach().clone() for k, v in made.state_dict().items()}
+    return {k: v.detach().clone() for k, v in entries(spec, made).items()}
+
+
+def entries(spec: ModelSpec, made: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module that are trained and sent."""
+    own: dict[str, Tensor] = made.state_dict()
+    return {name: own[name] for name in moving(spec, own)}
 
 
 @functools.lru_cache(maxsize=1024)
 def size(spec: ModelSpec) -> int:
-    """How many numbers a model of a spec holds, buffers included."""
-    return sum(v.numel() for v in module(spec).state_dict().values())
+    """How many numbers of a model of a spec are trained and sent, buffers included."""
+    return sum(v.numel() for v in entries(spec, module(spec)).values())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +101,7 @@ def width(spec: ModelSpec) -> int:
 
     Raises IncompatibleMethod for a model without body and head, or whose body does not give (B, D).
     """
-    params = {k: v.detach() for k, v in module(spec, "frozen").eval().state_dict().items()}
+    params = {k: v.detach() for k, v in entries(spec, module(spec, "frozen").eval()).items()}
     with torch.no_grad():
         z = features(module(spec, "frozen"), params, example(spec, 2))
     if z.dim() != 2:
@@ -103,8 +110,8 @@ def width(spec: ModelSpec) -> int:
 
 
 def trainable_names(spec: ModelSpec) -> set[str]:
-    """The names of parameters; the other entries of a state are buffers."""
-    return {name for name, _ in module(spec).named_parameters()}
+    """The names of parameters that are trained; the other entries of a state are buffers."""
+    return set(moving(spec, (name for name, _ in module(spec).named_parameters())))
 
 
 def capabilities(spec: ModelSpec) -> set[str]:
@@ -194,7 +201,7 @@ class Predictor:
         with _building, torch.random.fork_rng(devices=[]):
             made = build(self.spec)
         try:
-            made.load_state_dict(dict(self.params))
+            made.load_state_dict({**made.state_dict(), **self.params} if self.spec.held else dict(self.params))
         except RuntimeError as error:
             raise CorruptFile(f"the weights are not those of a {self.spec}: {on_one_line(error)}") from error
         return made.eval()

@@ -23,7 +23,7 @@ from fedstill.wire.screen import Rules
 CAME_LATER = {f.name: f.default for f in fields(Plan) if f.name.startswith("lr_") and f.name != "lr_decay"}
 """Fields of a plan that earlier versions did not have, and their defaults."""
 
-STARTS = ("start_from", "start_from_partial")
+STARTS = ("start_from", "start_from_partial", "train_only")
 """Keys that stand in a config only where they are set."""
 
 

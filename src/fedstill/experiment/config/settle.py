@@ -16,7 +16,7 @@ from fedstill.errors import ConfigError, IncompatibleMethod, UnknownKeys, Unknow
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
-from fedstill.experiment.config.named_tables import Named, read_named, resolved_name
+from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
@@ -104,7 +104,27 @@ def _data(experiment: Experiment) -> DataTable:
         public_from=source if source in ("train", "noise") else resolved_data_name(source, base),
         folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
         tokenizer=_tokenizer(data.tokenizer, base),
+        features_of=_backbone(data.features_of, base),
     )
+
+
+def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str, Any] | None:
+    """The network whose features are examples, with whole paths; raises ConfigError where it has no name or file."""
+    if said is None:
+        return None
+    if absent := [key for key in ("name", "file") if not isinstance(said.get(key), str)]:
+        raise ConfigError(f'data.features_of needs {absent[0]}: features_of = {{ name = "cnn", file = "RUN" }}')
+    name, file = (
+        resolved_name("model", said["name"], base),
+        str(whole_path(said["file"], base, "data.features_of.file")),
+    )
+    others = {key: value for key, value in said.items() if key not in ("name", "file")}
+    known = fields_of("model", name, base)[1]
+    return {
+        "name": name,
+        "file": file,
+        **checked({k: v for k, v in known.items() if k in others}, others, "features_of"),
+    }
 
 
 def _tokenizer(said: str | None, base: Path | None) -> str | None:
@@ -123,6 +143,8 @@ def _method(experiment: Experiment) -> tuple[Named, Method]:
 def _default_model(experiment: Experiment, data: DataTable) -> str:
     """The model where none is named: for the kind of examples that the data most likely hold."""
     named = experiment.table("model").get("name")
+    if data.features_of:
+        return "logistic"
     if named is not None or data.name == "digits":
         return "digits_cnn"
     owner = experiment.table("partition").get("column")
@@ -196,6 +218,12 @@ def _refuse_contradictions(settings: Settings) -> None:
         raise ConfigError(f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that")
     if settings.start_from_partial and not settings.start_from:
         raise ConfigError("start_from_partial = true needs start_from, the model of which parts are taken")
+    if settings.train_only and not settings.start_from:
+        raise ConfigError("train_only needs start_from, the model whose other entries stay as they are")
+    if settings.train_only and settings.device != "cpu":
+        raise ConfigError("train_only keeps entries in the CPU's memory; leave device out, or train all entries")
+    if settings.train_only and settings.of_clients.models:
+        raise ConfigError("train_only keeps entries of one network, and clients.models names others; leave one out")
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     refuse_rounds(settings)

@@ -46,6 +46,8 @@ class TopKeys:
     """A run's directory or a model file, with whose weights the run starts."""
     start_from_partial: bool = False
     """Whether weights of another network serve too: what fits is taken, the rest is drawn."""
+    train_only: tuple[str, ...] = ()
+    """Entries of the network that are trained and sent; all others stay as start_from has them; empty: all are."""
     measure: tuple[str, ...] = ("local",)
     """Measures beside those of the global model."""
     measure_every: Count = 10
@@ -104,6 +106,9 @@ class DataTable:
     """How many token ids words are given; unset: 8,192."""
     length: Count | None = None
     """How many tokens of a text, or steps of a series, are read; unset: 64 tokens, and series as they are."""
+
+    features_of: Mapping[str, Any] | None = None
+    """A pretrained network, name, file and its fields, whose features are the examples, so that only a head trains."""
 
     @property
     def form(self) -> dict[str, Any]:

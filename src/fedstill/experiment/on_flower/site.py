@@ -197,6 +197,7 @@ def code_in(tree: Mapping[str, Any]) -> list[str]:
     named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
     named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
     named += words(model) if isinstance(model := tree.get("model"), Mapping) else []
+    named += words(data.get("features_of")) if isinstance(data := tree.get("data"), Mapping) else []
     return sorted({n for n in named if ":" in n or n.endswith(".py")})
 
 

@@ -23,6 +23,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.measures.base import Room, at_clients
 from fedstill.experiment.measures.choose import measures
+from fedstill.experiment.preparing.backbone import with_features
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
@@ -101,7 +102,7 @@ def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut 
     """
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
-    dataset = with_pixels(dataset or read_data(settings), settings.data)
+    dataset = with_features(settings, with_pixels(dataset or read_data(settings), settings.data))
     refuse_other_kinds(settings, dataset)
     classes = len(dataset.classes)
     shared = divided(settings, dataset, begun)

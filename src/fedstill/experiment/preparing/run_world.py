@@ -12,6 +12,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import Start, start_of
 from fedstill.keys import seed_for
 from fedstill.models import contract
+from fedstill.models.held_entries import hold, matches
 from fedstill.queries import Asking
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
 
@@ -37,6 +38,11 @@ class RunWorld:
     asking: Asking | None = None
     start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def plans_train_norms(self) -> bool:
+        """Whether a stage trains normalisation layers with the statistics of the batch."""
+        return any(plan.norm != "frozen" for plan in self.plans.values())
 
     def with_queries(self, queries: Mapping[int, tuple[int, ...]]) -> RunWorld:
         """The same world with other queries."""
@@ -81,4 +87,25 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
         return world
     spec = world.server_model
     start = start_of(settings.start_from, spec, lambda: world.initial(SERVER), settings.start_from_partial)
+    if settings.train_only:
+        return _holding(settings.train_only, world, start)
     return replace(world, _initial={spec: start.params}, start=start)
+
+
+def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
+    """The world in whose architecture only the entries that are named are trained and sent."""
+    named = {name: value for name, value in start.params.items() if matches(name, train_only)}
+    others = {name: value for name, value in start.params.items() if name not in named}
+    if not named or not others:
+        some = ", ".join(list(start.params)[:6])
+        raise ConfigError(f"train_only names {len(named)} of {len(start.params)} entries: {some}, …; name some of them")
+    if drawn := [name for name in start.new if name in others]:
+        raise ConfigError(f"train_only keeps {drawn[0]!r} as start_from has it, and it has none; add it to train_only")
+    spec = replace(world.server_model, trains=train_only, held=hold(others))
+    for layer in contract.module(spec).modules():
+        if isinstance(layer, contract.NORMS) and layer.track_running_stats and world.plans_train_norms:
+            raise ConfigError(
+                f"train_only keeps the statistics of {type(layer).__name__}, and plan.norm = 'batch' changes them; "
+                "set plan.norm = 'frozen'"
+            )
+    return replace(world, server_model=spec, _initial={spec: named}, start=start)

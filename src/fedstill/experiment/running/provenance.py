@@ -44,6 +44,8 @@ def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
     said: dict[str, Any] = {**software(), "sources": sources(settings)}
     if settings.start_from:
         said["start_from"] = seal(settings.start_from)
+    if settings.data.features_of:
+        said["features_of"] = seal(settings.data.features_of["file"])
     if settings.start_from_partial and (start := world.start):
         log.warning("start_from = %r: %s", settings.start_from, start)
         said |= {"start_from_new": list(start.new), "start_from_left_out": list(start.left_out)}
@@ -57,7 +59,7 @@ def sources(settings: Settings, beside: bool = True) -> dict[str, str]:
     named = settings.named
     names = [named.method.name, named.model.name, named.partition.name, named.topology.name]
     names += [settings.data.public_from, *words(settings.of_clients.models), *settings.measure]
-    names += words(named.model.values)
+    names += [*words(named.model.values), *words(settings.data.features_of or {})]
     own = {Path(n.partition(":")[0]) for n in names if ".py" in n}
     paths = sorted({str(path) for file in own for path in (files_of(file) if beside else [file])})
     files = {path: digest(Path(path).read_bytes()) for path in paths}
@@ -73,8 +75,14 @@ def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
             what = "the code" if path.startswith(LIVE) else "the file"
             text = f"{path} is not {what} that the run was started with; restore the original to resume, or begin anew"
             raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
-    if (place := settings.start_from) and start.get("start_from") != seal(place):
-        raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
+    of = settings.data.features_of
+    for key, place in (("start_from", settings.start_from), ("features_of", of["file"] if of else "")):
+        if place and start.get(key) != seal(place):
+            _refuse_other_model(place)
+
+
+def _refuse_other_model(place: str) -> None:
+    raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
 
 
 def note_versions(journal: Journal, events: Sequence[Mapping[str, Any]], state: State) -> None:

@@ -18,7 +18,7 @@ from fedstill.engines.flower.desk import Desk
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.preparing.run_world import RunWorld, world_of
+from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.start_weights import FINAL
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import settings_of
@@ -98,6 +98,8 @@ def _refuse_pack(folder: Path) -> None:
 
 def _world(settings: Settings, start: Mapping[str, Any], pixels: Pixels) -> RunWorld:
     made = world_of(settings, pixels.shape, len(start["classes"]), settings.data.public)
+    if settings.train_only:  # what stays as it is, is in that file alone
+        made = started(settings, made)
     return replace(made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()})
 
 

@@ -1,0 +1,132 @@
+"""Parts of a network that stay as a file has them: not trained, not sent; low-rank changes beside them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import fedstill
+import toys
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.models import contract
+from fedstill.records import SERVER
+
+MLP = {"name": "mlp", "hidden": (8,)}
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("pretrained") / "run"
+    fedstill.run(toys.toy(measure=()), place, data=toys.blobs(seed=3))
+    return place
+
+
+def experiment(start: Path, **changes: Any) -> fedstill.Experiment:
+    return toys.toy(**{"measure": (), "start_from": str(start), "train_only": ("head.",), **changes})
+
+
+def test_only_the_head_is_trained_sent_and_kept(pretrained: Path, tmp_path: Path) -> None:
+    result = fedstill.run(experiment(pretrained), tmp_path / "one", data=toys.blobs())
+    kept = safetensors.torch.load_file(tmp_path / "one" / "model.safetensors")
+    assert set(kept) == {"head.weight", "head.bias"}
+    numbers = sum(v.numel() for v in kept.values())
+    sent = next(iter(result.rounds().to_dict("records")))
+    assert sent["bytes_up"] == 4 * 4 * numbers, "four clients, four bytes a number"
+    assert result.accuracy is not None
+    assert result.accuracy > 0.3
+
+
+def test_it_is_the_whole_network_with_a_body_that_has_no_gradient(pretrained: Path) -> None:
+    """One client, one round, by hand: the head is trained on the features of the file's body."""
+    run = experiment(pretrained, rounds=1, topology={"clients": 1, "sampled": 1}, partition="iid")
+    ready = prepare(settle(run), toys.blobs())
+    spec, whole = ready.world.model(SERVER), safetensors.torch.load_file(pretrained / "model.safetensors")
+    x = ready.sites.inputs.plain(ready.sites.train.values[:20])
+    params = ready.world.initial(SERVER)
+    assert set(params) == contract.trainable_names(spec) == {"head.weight", "head.bias"}
+    plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
+    assert torch.equal(contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x))
+    m = contract.module(spec)
+    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+    contract.forward(m, leaves, x).sum().backward()
+    assert all(v.grad is None for v in m.parameters())
+    assert torch.equal(contract.predictor(spec, params).as_module()(x), contract.predictor(plain, whole)(x))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fedntd", "feddyn", "moon", "fedcurv"])
+@pytest.mark.parametrize("engine", ["serial", "pooled"])
+def test_methods_train_parts_and_resume(method: str, engine: str, pretrained: Path, tmp_path: Path) -> None:
+    run = experiment(pretrained, method=method, engine=engine, rounds=2)
+
+    class Enough(Exception):
+        pass
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["round"] == 1:
+            raise Enough
+
+    with pytest.raises(Enough):
+        fedstill.run(run, tmp_path / "a", data=toys.blobs(), on_round=stop)
+    fedstill.resume(tmp_path / "a", data=toys.blobs())
+    fedstill.run(run, tmp_path / "b", data=toys.blobs())
+    one, two = ((tmp_path / n / "model.safetensors").read_bytes() for n in "ab")
+    assert one == two
+
+
+def test_a_low_rank_change_starts_as_the_network_and_is_all_that_moves(pretrained: Path, tmp_path: Path) -> None:
+    lora = {"name": "low_rank", "of": "mlp", "arguments": {"hidden": (8,)}, "rank": 2}
+    run = experiment(pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_*"), rounds=2)
+    ready = prepare(settle(run), toys.blobs())
+    spec, whole = ready.world.model(SERVER), safetensors.torch.load_file(pretrained / "model.safetensors")
+    params = ready.world.initial(SERVER)
+    assert sorted(params) == ["body.1.lora_a", "body.1.lora_b", "head.bias", "head.weight"]
+    x = ready.sites.inputs.plain(ready.sites.train.values[:20])
+    plain = contract.spec_for("mlp", spec.input_shape, spec.classes, {"hidden": (8,)})
+    assert torch.allclose(contract.predictor(spec, params)(x), contract.predictor(plain, whole)(x), atol=1e-6)
+    moved = {**params, "body.1.lora_b": torch.ones(8, 2)}
+    by_hand = {**whole, "body.1.weight": whole["body.1.weight"] + 4.0 * torch.ones(8, 2) @ params["body.1.lora_a"]}
+    assert torch.allclose(contract.predictor(spec, moved)(x), contract.predictor(plain, by_hand)(x), atol=1e-4)
+    result = fedstill.run(run, tmp_path / "one", data=toys.blobs())
+    assert result.accuracy is not None
+    exact = fedstill.run(
+        experiment(pretrained, model=lora, start_from_partial=True, train_only=("head.", "*.lora_a", "*.lora_b")),
+        tmp_path / "two",
+        data=toys.blobs(),
+    )
+    assert exact.accuracy is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"start_from": ""}, "train_only needs start_from"),
+        ({"train_only": ("tail.",)}, r"train_only names 0 of 4 entries: body.1.weight"),
+        ({"train_only": ("*",)}, "train_only names 4 of 4 entries"),
+        (
+            {"model": {"name": "mlp", "hidden": (9,)}, "start_from_partial": True},
+            "train_only keeps 'body.1.weight' as start_from has it, and it has none; add it to train_only",
+        ),
+        ({"clients": {"models": ["mlp", "logistic"]}}, "clients.models names others; leave one out"),
+        (
+            {"method": "pfnm", "topology": {"clients": 6}, "rounds": 1},
+            "it changes the widths of layers, and train_only keeps some as they are",
+        ),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_in_one_line(changes: dict[str, Any], line: str, pretrained: Path) -> None:
+    with pytest.raises(ConfigError, match=line):
+        prepare(settle(experiment(pretrained, **changes)), toys.blobs())
+
+
+def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
+    result = fedstill.run(experiment(pretrained), tmp_path / "one", data=toys.blobs())
+    model, data = fedstill.load_model(result), toys.blobs()
+    with torch.no_grad():
+        right = (model(data.test.values).argmax(1) == data.test.labels).double().mean()
+    assert float(right) == pytest.approx(result.accuracy)
