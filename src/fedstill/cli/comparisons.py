@@ -166,19 +166,15 @@ def carry_out(
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
-    from fedstill.experiment.comparing import compare as compared
     from fedstill.experiment.run_directory.claim import claimed
     from fedstill.experiment.run_directory.evidence import pack_of, restored
-    from fedstill.report.following_several import followed_runs
+    from fedstill.report.side_by_side import begun_of, followed_outcomes
 
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
-        with followed_runs(quiet) as shown:
-            outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), shown.show, debug, overwrite, track)
-        asked = {v.folder for v in runs}
-        begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
-        if begun:
+        outcomes = followed_outcomes(runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track)
+        if begun := begun_of(runs, outcomes):
             _present(begun, folder, show=show)
     worst = 0
     for o in outcomes:
@@ -197,9 +193,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.numbers import BELOW_ZERO
-    from fedstill.report.page import write_page
     from fedstill.report.refused import refused
-    from fedstill.report.table_files import write_tables
+    from fedstill.report.side_by_side import write_files
     from fedstill.report.untaught import untaught
 
     screen, compared = terminal.console(), groups(begun)
@@ -213,5 +208,4 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
             screen.print(said)
         for line in refused({g.label: g.started for g in compared}):
             screen.print(f"warning: {line}", soft_wrap=True)
-    screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
-    write_tables(compared, folder / "tables")
+    screen.print(f"report: {write_files(begun, folder)}", soft_wrap=True)

@@ -13,7 +13,7 @@ from run_journals import events
 
 import toys
 from fedstill.errors import ConfigError, UnknownName
-from fedstill.experiment.comparing.compare import compare
+from fedstill.experiment.comparing.compare import carry_out_runs
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
@@ -226,7 +226,7 @@ def test_every_run_of_a_comparison_is_tracked_and_finished_ones_are_sent_later(t
     from fedstill.experiment.config.experiment import load
 
     runs = variants(load(tmp_path / "small.toml"), tmp_path / "both", seeds=(1, 2))
-    compare(runs[:1], 1, lambda outcomes: None)
+    carry_out_runs(runs[:1], 1, lambda outcomes: None)
     assert not (runs[0].folder / "tensorboard").exists()
-    assert [o.state for o in compare(runs, 2, lambda outcomes: None, track=("tensorboard",))] == ["finished"] * 2
+    assert [o.state for o in carry_out_runs(runs, 2, lambda outcomes: None, track=("tensorboard",))] == ["finished"] * 2
     assert all(len(list((v.folder / "tensorboard").iterdir())) == 1 for v in runs)

@@ -62,7 +62,7 @@ def jobs_that_fit() -> int:
     return max(1, min(cores(), int(free / BYTES_A_RUN)))
 
 
-def compare(
+def carry_out_runs(
     runs: Sequence[Variant],
     jobs: int,
     watch: Callable[[Sequence[Outcome]], None],
