@@ -106,6 +106,27 @@ def test_a_model_is_added_as_the_page_says(
     assert passing(tmp_path / "test_nets.py") == 2
 
 
+def test_a_partition_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("add_a_partition.md", tmp_path, capsys)
+    assert "Effect of uneven data" in (tmp_path / "sweep" / "report.html").read_text()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert passing(tmp_path / "test_hospitals.py") == 4
+    del sys.modules["hospitals"]
+
+
+def test_a_callback_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute("add_a_callback.md", {})
+    said = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in said[:5]] == [f"round {i}:" for i in range(1, 6)]
+    assert said[5].startswith("stopped after round ")
+
+
 def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

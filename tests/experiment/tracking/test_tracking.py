@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from offline_wandb import offline_runs
-from run_journals import events
 
 import toys
 from fedstill.errors import ConfigError, UnknownName
@@ -82,7 +81,7 @@ def test_a_tracker_is_told_all_of_a_run(tmp_path: Path) -> None:
 
 def test_the_loss_of_a_round_is_the_mean_over_clients_weighted_by_their_examples(tmp_path: Path) -> None:
     result = run(toys.toy("fedntd"), tmp_path / "run", toys.blobs(), track=Kept())
-    every = [e for e in events(result.directory) if e["event"] == "client"]
+    every = [e for e in read_journal(result.directory / "journal.jsonl") if e["event"] == "client"]
     for number in (1, 2, 3):
         here = [e for e in every if e["round"] == number]
         for term in ("ce", "not_true"):
