@@ -25,7 +25,7 @@ def clients(run: Run) -> Iterator[dict[str, Any]]:
     """For each client that asked: how many taught it, and after each phase gain, loss and objective."""
     events = {(e["name"], e["client"]): e for e in run.clients if "correct_by_class" in e}
     for answer in run.rounds[-1].get("answers") or ():
-        c, counts = answer["client"], run.start["label_counts"][answer["client"]]
+        c, counts = answer["client"], run.label_counts[answer["client"]]
         before = class_accuracy(events[FIT, c]["correct_by_class"], run.start["test_counts"])
         told: dict[str, Any] = {}
         for phase in (p for p in PHASES if (p, c) in events):

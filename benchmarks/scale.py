@@ -1,5 +1,8 @@
 """Seconds and bytes against clients, clients a round, model size and teachers: one thing varied at a time.
 
+"start-up" is all that a run does outside of its rounds: the split, the check of the settings, the first journal line.
+With ``million`` the data grow with the clients, up to a million; 1,000 of them act in a round.
+
 ``python -m benchmarks.scale [--only clients ...]`` prints a table; ``--json FILE`` keeps the rows, ``--plot FILE``
 draws them (``pip install 'fedstill[docs]'``). Every row is a run in a process of its own, on synthetic images;
 memory is the most that process held (resident set), start-up included.
@@ -40,6 +43,7 @@ class Case:
 
 AXES: Mapping[str, tuple[Case, ...]] = {
     "clients": tuple(Case(clients=n, method="moon") for n in (100, 1000, 10_000)),
+    "million": tuple(Case(clients=n, sampled=1000, images=2 * n) for n in (10_000, 100_000, 1_000_000)),
     "sampled": tuple(Case(sampled=n) for n in (10, 50, 100, 200)),
     "stacked": tuple(Case(sampled=n, engine="vectorised") for n in (10, 50, 100, 200)),
     "width": tuple(Case(width=n) for n in (64, 256, 1024, 2048)),
@@ -57,12 +61,13 @@ PICTURE = {
 
 
 def run_case(case: Case) -> dict[str, float]:
-    """Train a case: seconds to the first round, seconds a round, bytes of memory, of disk, of the journal."""
+    """Train a case: seconds to the first round, seconds a round, bytes of memory, of disk, of journal and split."""
     import torch
 
     from fedstill import Experiment, run
     from fedstill.data.sources import from_tensors
     from fedstill.experiment.run_directory.journal import read_journal
+    from fedstill.experiment.run_directory.split_file import SPLIT
 
     draw = torch.Generator().manual_seed(0)
     labels = torch.arange(case.images) % 10
@@ -90,7 +95,7 @@ def run_case(case: Case) -> dict[str, float]:
         took = time.perf_counter() - began
         events = [e for e in read_journal(Path(folder) / "run/journal.jsonl") if e["event"] == "round"]
         sizes = {p: p.stat().st_size for p in Path(folder).rglob("*") if p.is_file()}
-        journal = sizes[Path(folder) / "run/journal.jsonl"]
+        journal, split = (sizes[Path(folder) / "run" / name] for name in ("journal.jsonl", SPLIT))
     seconds = [e["seconds"] for e in events]
     return {
         "start": took - sum(seconds),
@@ -98,6 +103,7 @@ def run_case(case: Case) -> dict[str, float]:
         "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
         "disk": float(sum(sizes.values())),
         "journal": float(journal),
+        "split": float(split),
     }
 
 
@@ -123,11 +129,11 @@ def plot(kept: Sequence[Mapping[str, Any]], file: Path) -> None:
     figure, axes = pyplot.subplots(2, len(groups), figsize=(3.4 * len(groups), 5.2), squeeze=False)
     for column, group in enumerate(groups):
         for name in group:
-            found = [row for row in kept if row["varied"] == name]
+            chosen = [row for row in kept if row["varied"] == name]
             key, label = ("sampled", "stacked") if name == "stacked" else (name, "pooled")
             for row, what in enumerate(("round", "memory")):
-                values = [r[what] / (1e6 if what == "memory" else 1) for r in found]
-                axes[row, column].plot([r[key] for r in found], values, "o-", label=label)
+                values = [r[what] / (1e6 if what == "memory" else 1) for r in chosen]
+                axes[row, column].plot([r[key] for r in chosen], values, "o-", label=label)
         for row, says in enumerate(("seconds a round", "memory, MB")):
             ticks = sorted({r[key] for r in kept if r["varied"] in group})
             axes[row, column].set(
@@ -155,15 +161,15 @@ def main() -> None:
     options.add_argument("--plot", type=Path)
     given = options.parse_args()
     table = Table(title=f"{given.rounds} rounds each; everything but the varied thing as in Case")
-    for head in ("varied", "run", "start-up, s", "round, s", "memory, MB", "disk, MB", "journal, MB"):
+    for head in ("varied", "run", "start-up, s", "round, s", "memory, MB", "disk, MB", "journal, MB", "split, MB"):
         table.add_column(head, justify="left" if head in ("varied", "run") else "right")
     kept = []
     for name, case, got in rows(given.only, given.rounds):
-        said = f"{case.clients} clients, {case.sampled} a round, width {case.width}, {case.teachers} teachers"
-        bytes_ = [f"{got[k] / 1e6:.1f}" for k in ("memory", "disk", "journal")]
+        said = f"{case.clients:,} clients, {case.sampled:,} a round, width {case.width}, {case.teachers} teachers"
+        bytes_ = [f"{got[k] / 1e6:.1f}" for k in ("memory", "disk", "journal", "split")]
         table.add_row(name, f"{case.method}, {said}", f"{got['start']:.2f}", f"{got['round']:.3f}", *bytes_)
         kept.append({"varied": name, **asdict(case), **got})
-    Console(width=150).print(table)
+    Console(width=160).print(table)
     if given.json:
         given.json.write_text(json.dumps(kept, indent=1))
     if given.plot:

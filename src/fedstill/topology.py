@@ -28,8 +28,9 @@ class Topology(Protocol):
 def sample(world: World, round: int, count: int | None) -> list[int]:
     """Distinct clients of a round in the order drawn, uniformly by key; by default ten, or all if there are fewer."""
     draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
-    order = torch.randperm(world.clients, generator=draw).tolist()
-    return order[: min(10, world.clients) if count is None else count]
+    order = torch.randperm(world.clients, generator=draw)
+    drawn: list[int] = order[: min(10, world.clients) if count is None else count].tolist()
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,13 @@ class Parallel(_Sampled):
     """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = tuple(range(world.clients))
         stages = [Stage(round, 0, "train", tuple(sorted(self.drawn(round, world))))]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, everyone))
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world)))
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, everyone))
+            stages.append(Stage(round, 0, self.last, _everyone(world)))
         return _numbered(stages)
 
 
@@ -92,18 +92,17 @@ class PublicLogits(_Sampled):
     """A stage of this name follows the last round's, for all clients, on their own data (FedMD)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = tuple(range(world.clients))
         starting = round == 1 and bool(self.start)
-        clients = everyone if starting else tuple(sorted(self.drawn(round, world)))
+        clients = _everyone(world) if starting else tuple(sorted(self.drawn(round, world)))
         stages = [
             Stage(round, 0, self.start if starting else "local", clients),
             Stage(round, 0, "teach_server", (SERVER,), "public"),
             Stage(round, 0, "distil", clients, "public"),
         ]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, everyone, "public"))
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world), "public"))
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, everyone))
+            stages.append(Stage(round, 0, self.last, _everyone(world)))
         return _numbered(stages)
 
 
@@ -122,7 +121,7 @@ class PeerToPeer:
     """Whether students refine what they have learned."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = tuple(range(world.clients))
+        everyone = _everyone(world)
         students = tuple(sorted(set(self.students))) or everyone
         strangers = sorted(set(students) - set(everyone))
         if strangers:
@@ -132,6 +131,10 @@ class PeerToPeer:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         later = [n for n, wanted in (("transfer", self.transfer), ("refine", self.refine)) if wanted]
         return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
+
+
+def _everyone(world: World) -> tuple[int, ...]:
+    return tuple(range(world.clients))
 
 
 def _numbered(stages: Sequence[Stage]) -> list[Stage]:

@@ -20,6 +20,7 @@ from fedstill.experiment.config.settings import as_toml
 from fedstill.experiment.later_query import Later, with_new_data
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.runner import run, settings_of
 from fedstill.models.contract import initial, spec_for
 from fedstill.models.model_files import read_model, save_model
@@ -59,7 +60,7 @@ def trained(folder: Path, epochs: int) -> Path:
 @pytest.fixture(scope="module")
 def lacking(local: Path) -> tuple[int, int]:
     """A class that client 0 lacks, and one that it has."""
-    counts = read_journal(local / "journal.jsonl")[0]["label_counts"][0]
+    counts = Result.of(local).label_counts()[0].tolist()
     return counts.index(0), next(c for c, n in enumerate(counts) if n)
 
 
@@ -198,7 +199,7 @@ def test_a_query_is_raised_by_what_the_clients_model_gets_wrong(weak: Path, caps
 
 
 def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
-    counts = read_journal(local / "journal.jsonl")[0]["label_counts"]
+    counts = Result.of(local).label_counts().tolist()
     lacks = tuple(c for c in range(10) if not counts[0][c] and any(row[c] for row in counts))
     assert ask(local, 0, {"by": ("lack",)}, CHANGES).query == lacks
 
@@ -206,7 +207,7 @@ def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
 def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
-    counts = read_journal(local / "journal.jsonl")[0]["label_counts"][0]
+    counts = Result.of(local).label_counts()[0].tolist()
     first = ask(local, 0, [lacking[0]], CHANGES)
     save_model(tmp_path / "student.safetensors", first.model, first.params)
     digits = load_dataset("digits")

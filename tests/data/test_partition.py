@@ -13,7 +13,9 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from fedstill.data import partition as p
+from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError, DataError, InfeasiblePartition
+from fedstill.keys import numpy_generator
 from fedstill.registry import lookup, names
 
 SEED = 19940817  # FedNTD's
@@ -176,6 +178,83 @@ def test_hiper_draws_what_the_notebook_draws():
     for k, mine in enumerate(expected):
         np.random.RandomState(42 + k).shuffle(mine)
     assert same(p.hiper(labels, 4, 1.0, 42), expected)
+
+
+def test_the_fast_dirichlet_stream_is_sizes_first_then_one_shuffle():
+    labels = np.random.RandomState(8).randint(0, 3, 300)
+    rng = numpy_generator(SEED)
+    owned = [np.where(labels == c)[0] for c in range(3)]
+    held, counts = np.zeros((64, 7), dtype=int), []
+    for own in owned:
+        q = rng.dirichlet([2.0] * 7, 64) * (held < 300 / 7)
+        ends = (np.cumsum(q / q.sum(1, keepdims=True), axis=1) * len(own)).astype(int)[:, :-1]
+        counts.append(np.diff(ends, prepend=0, append=len(own), axis=1))
+        held += counts[-1]
+    first = int(np.flatnonzero(held.min(1) >= 5)[0])
+    pieces = [np.split(rng.permutation(own), np.cumsum(c[first])[:-1]) for own, c in zip(owned, counts, strict=True)]
+    expected = [rng.permutation(np.concatenate(mine)) for mine in zip(*pieces, strict=True)]
+    assert same(p.dirichlet(labels, 7, 2.0, SEED, min_size=5, stream="fast"), expected)
+
+
+@pytest.mark.parametrize("rule", ["random", "pfllib"])
+def test_pathological_draws_owners_then_cuts_each_class(rule):
+    labels = np.random.RandomState(9).randint(0, 4, 700)
+    stream = np.random.RandomState(SEED)
+    owners = [[] for _ in range(4)]
+    if rule == "random":
+        for client in range(11):
+            for c in stream.choice(4, 2, replace=False):
+                owners[c].append(client)
+    else:
+        needs = [2] * 11
+        for c in range(4):
+            order = sorted(stream.permutation(11).tolist(), key=lambda k: -needs[k])
+            count = max(-(-sum(needs) // (4 - c)), sum(n >= 4 - c for n in needs))
+            owners[c] = sorted(k for k in order[:count] if needs[k] > 0)
+            for k in owners[c]:
+                needs[k] -= 1
+    expected = [[] for _ in range(11)]
+    for c in range(4):
+        own = stream.permutation(np.where(labels == c)[0]).tolist()
+        even = len(own) / len(owners[c])
+        low = max(1, int(np.ceil(even / 10)))
+        for k, size in zip(owners[c], stream.randint(low, int(np.ceil(even)), len(owners[c]) - 1), strict=False):
+            expected[k] += own[:size]
+            own = own[size:]
+        expected[owners[c][-1]] += own
+    assert same(p.pathological(labels, 11, 2, SEED, rule), expected)
+
+
+def test_hybrid_deals_odd_examples_in_turn_and_splits_the_rest_by_dirichlet():
+    labels = np.random.RandomState(10).randint(0, 3, 400)
+    stream, even, turn = np.random.RandomState(SEED), 5, 0
+    expected, rest = [[] for _ in range(even)], []
+    for c in range(3):
+        own = stream.permutation(np.where(labels == c)[0]).tolist()
+        share = round(len(own) * even / 12)
+        takes = [share // even] * even
+        for extra in range(share % even):
+            takes[(turn + extra) % even] += 1
+        turn = (turn + share % even) % even
+        for k in range(even):
+            expected[k] += own[: takes[k]]
+            own = own[takes[k] :]
+        rest += own
+    rest = np.sort(rest)
+    expected += [rest[part] for part in p.dirichlet(labels[rest], 7, 1.0, SEED, min_size=1)]
+    assert same(p.hybrid(labels, 12, even / 12, SEED, alpha=1.0), expected)
+
+
+def test_iid_cuts_one_permutation_into_equal_parts():
+    order = np.random.RandomState(SEED).permutation(23)
+    assert same(p.iid(np.zeros(23, dtype=int), 5, SEED), np.array_split(order, 5))
+
+
+@pytest.mark.parametrize("name", ["iid", "dirichlet", "extended_dirichlet", "hybrid", "pathological", "hiper"])
+def test_all_clients_are_views_of_one_array(name):
+    parts = lookup("partition", name).target(labels=BALANCED[::100], clients=10, seed=3, **FIELDS[name])
+    assert isinstance(parts, FlatParts)
+    assert all(np.shares_memory(part, parts.order) for part in parts)
 
 
 def test_public_split_is_torch_random_split():

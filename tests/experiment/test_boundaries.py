@@ -16,6 +16,7 @@ from fedstill.experiment.measures.boundaries import STEPS
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.split_file import read_label_counts
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.models import contract
@@ -50,7 +51,7 @@ def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked
     client = min(int(c) for c in asked)
     for event in found:
         assert (event["client"], event["query"]) == (client, asked[str(client)])
-        own = [c for c, n in enumerate(start["label_counts"][client]) if n and c not in event["query"]]
+        own = [c for c, n in enumerate(read_label_counts(looked, start)[client]) if n and c not in event["query"]]
         assert event["own"] == own
         assert set(event["labels"]) == {*own, *event["query"]}
         same = next(

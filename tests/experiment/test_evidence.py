@@ -47,7 +47,7 @@ def gone(folder: Path) -> None:
 
 def test_what_is_packed_comes_back_and_nothing_else(runs: Path) -> None:
     before = contents(runs)
-    assert len(before) == 6
+    assert len(before) == 8
     packed = evidence.pack(runs)
     assert packed.stat().st_size < sum(map(len, before.values()))
     gone(runs)

@@ -18,6 +18,7 @@ from fedstill.cli import call
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.runner import resume, run
 from fedstill.method import Method
 from fedstill.records import Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
@@ -94,7 +95,7 @@ def test_the_server_model_that_nobody_trained_says_nothing(finished: Path) -> No
 
 def test_each_round_has_the_last_model_of_every_client_that_was_ever_measured(finished: Path) -> None:
     events = read_journal(finished / "journal.jsonl")
-    counts, test = np.array(events[0]["label_counts"]), np.bincount(toys.blobs().test.labels)
+    counts, test = Result.of(finished).label_counts(), np.bincount(toys.blobs().test.labels)
     last: dict[int, np.ndarray] = {}
     for event in events:
         if event["event"] == "client":
@@ -135,10 +136,10 @@ def test_table_and_page_show_it_first(
 
 
 def test_a_shared_model_is_every_clients_answer(tmp_path: Path) -> None:
-    run(apart(method="fedavg"), tmp_path / "run", data=toys.blobs())
+    result = run(apart(method="fedavg"), tmp_path / "run", data=toys.blobs())
     (group,) = groups([tmp_path])
     events = read_journal(tmp_path / "run/journal.jsonl")
-    counts = np.array(events[0]["label_counts"])
+    counts = result.label_counts()
     accuracy = np.array(events[-1]["class_accuracy"])
     mean = group.mean_spread("personal_accuracy")
     assert mean is not None

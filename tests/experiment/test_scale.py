@@ -1,4 +1,4 @@
-"""Size: many clients cost no memory but their labels', and a long run holds no more than a short one."""
+"""Size: many clients cost no memory but their part of the split, and a long run holds no more than a short one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,26 @@ def test_ten_thousand_clients_hold_no_more_than_their_data(engine: str, tmp_path
     acted = {e["client"] for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"}
     assert SAMPLED < len(acted) <= 2 * SAMPLED
     assert 0 < len(list((tmp_path / "run/memory").iterdir())) <= 2 * SAMPLED
+
+
+def traced(clients: int, folder: Path) -> int:
+    """The most bytes that Python objects and NumPy arrays had in a run in which two clients of many act."""
+    data = toys.blobs(size=2 * clients)
+    tracemalloc.start()
+    try:
+        run(many(clients, rounds=1, topology={"clients": clients, "sampled": 2}), folder, data=data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_nothing_is_made_for_a_client_before_it_acts(tmp_path: Path) -> None:
+    """Each client more costs its two positions and labels in a few arrays, and its end; an object would be 64 bytes."""
+    traced(100, tmp_path / "first")  # what is made once
+    few, lots = (traced(clients, tmp_path / str(clients)) for clients in (10_000, 30_000))
+    assert (lots - few) / 20_000 < 180
+    journals = [(tmp_path / f"{clients}/journal.jsonl").stat().st_size for clients in (10_000, 30_000)]
+    assert journals[1] < journals[0] + 1000
 
 
 def _peak(clients: int, pipe: Any) -> None:

@@ -106,7 +106,7 @@ def again(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_who_asked_for_what_and_why_stands_in_a_table(one: Path, again: Path) -> None:
     (first,) = groups([one])
-    counts, told = first.runs[0].start["label_counts"], events(one)[-1]["answers"]
+    counts, told = first.runs[0].label_counts, events(one)[-1]["answers"]
     assert query_rows(first) == [
         ["1", str(a["client"]), f"class {c}", f"class {c}: {because({'lack': counts[a['client']][c]})}"]
         for a in told
@@ -145,7 +145,7 @@ def test_query_after_query_is_drawn_where_clients_ask_again(one: Path, again: Pa
 @pytest.mark.parametrize("event", ["round", "client"])
 def test_what_is_damaged_is_named(one: Path, tmp_path: Path, event: str) -> None:
     (tmp_path / "run").mkdir()
-    for name in ("config.toml", "summary.json"):
+    for name in ("config.toml", "summary.json", "split.safetensors"):
         (tmp_path / "run" / name).write_bytes((one / name).read_bytes())
     told = events(one)
     for e in told:

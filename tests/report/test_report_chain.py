@@ -89,7 +89,7 @@ def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:
 def test_a_damaged_look_is_named(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("config.toml", "summary.json"):
+    for name in ("config.toml", "summary.json", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     lines = events(runs / "seq7")
     next(e for e in lines if e["event"] == "measure")["class_accuracy"] = ["much"]
@@ -101,7 +101,7 @@ def test_a_damaged_look_is_named(runs: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_is_drawn_up_to_there(runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("config.toml", "summary.json", "journal.jsonl"):
+    for name in ("config.toml", "summary.json", "journal.jsonl", "split.safetensors"):
         (folder / name).write_bytes((runs / "seq7" / name).read_bytes())
     stop_after(folder, 1)
     (hops,) = chain_hops.read_hops(made(folder)[0])

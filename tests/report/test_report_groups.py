@@ -9,7 +9,7 @@ import pytest
 from run_journals import stop_after
 
 from fedstill.errors import ConfigError, CorruptFile
-from fedstill.report import heatmaps, series
+from fedstill.report import data_split, series
 from fedstill.report.groups import differing, groups
 from fedstill.report.numbers import COLUMNS
 from fedstill.report.summary import columns, rows
@@ -86,7 +86,7 @@ def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
 
 
 def test_distinct_splits_are_one_a_seed(finished: Path) -> None:
-    found = heatmaps.splits(groups([finished]))
+    found = data_split.splits(groups([finished]))
     assert [s.name for s in found] == ["seed 7 (dirichlet, 6 clients)", "seed 8 (dirichlet, 6 clients)"]
     assert [len(s.runs) for s in found] == [2, 2]
 
@@ -115,7 +115,8 @@ def test_directories_without_runs_are_named(tmp_path: Path) -> None:
         ('{"event":"round","round":2', '{"event":"round","round":1'),
         ('{"event":"round","round":1', '{"event":"round","round":null'),
         ('"forgetting":', '"forgetting":"much","was":'),
-        ('"label_counts":[[', '"label_counts":[[3],['),
+        ('"split":{', '"label_counts":[[3],[]],"was":{'),
+        ('"split":{', '"split":7,"was":{'),
         ('"classes":[', '"classes":7,"were":['),
         ('"sources":{}', '"sources":[]'),
     ],

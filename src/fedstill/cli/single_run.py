@@ -105,6 +105,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
+    from fedstill.experiment.running.evaluation import dealt_out
     from fedstill.experiment.who_asks import who_asks
     from fedstill.report import catalogue, terminal
 
@@ -126,8 +127,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     if split and prepared.sites.parts:
         screen.print()
         _explain_queries(*who_asks(prepared))
-        counts = [prepared.sites.counts(c).tolist() for c in range(settings.clients)]
-        screen.print(terminal.drawn_split(counts, prepared.dataset.classes, min(screen.width, 160)))
+        classes, split_now = prepared.dataset.classes, dealt_out(prepared.sites)
+        counts = split_now.counts(len(classes)) if split_now else ()
+        screen.print(terminal.drawn_split(counts, classes, min(screen.width, 160)))
     return 0
 
 

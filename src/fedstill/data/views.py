@@ -7,11 +7,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedstill.data.arrival import Arrival
+from fedstill.data.dealt_out import counts_table
 from fedstill.data.inputs import Inputs
+from fedstill.data.partition.flat import FlatParts
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
 
@@ -54,6 +57,16 @@ class SiteViews:
             turns = self.arrival.turns(client, self.train.labels[part])
             part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
         return self._counts(self.train.labels[part])
+
+    def all_counts(self) -> Tensor:
+        """The label counts (clients, C) of all clients in one table; (0, C) where the sites keep them."""
+        return counts_table(self.train.labels, self.parts if isinstance(self.parts, Sequence) else (), self.classes)
+
+    def smaller_than(self, size: int) -> int | None:
+        """The first client that has fewer examples than this; None if there is none."""
+        if isinstance(self.parts, FlatParts):
+            return next(iter(np.flatnonzero(self.parts.sizes < size).tolist()), None)
+        return next((c for c in range(len(self.parts)) if self.size(c) < size), None)
 
     def label_shares(self, client: int) -> list[float]:
         """What shares of a client's own data the classes (C,) have."""

@@ -21,6 +21,7 @@ from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import settings_of
+from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.fields import as_table
 from fedstill.fitting import FIT, probed
 from fedstill.method import run_round
@@ -103,7 +104,7 @@ def ask(
     Raises ConfigError for a query without an answer, for a client without reason to ask, for a run without local
     models, or for a teacher of another class count or image shape; CorruptFile for a file that is damaged.
     """
-    prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data)
+    prepared = prepare(settle(_experiment(folder, client, query, changes or {})), data, begun_split(folder))
     method = prepared.settings.method
     assert isinstance(method, QKT)
     guests = tuple(_guest(path, prepared) for path in teachers)

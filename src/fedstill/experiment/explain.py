@@ -221,7 +221,7 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
 def models(prepared: Prepared) -> list[tuple[str, int, str]]:
     """(name, parameters, capabilities) of each architecture in a run."""
     world = prepared.world
-    specs = dict.fromkeys(world.model(c) for c in (SERVER, *range(world.clients)))
+    specs = dict.fromkeys((world.server_model, *world.client_models))
     return [
         (s.label, sum(v.numel() for v in contract.initial(s, 0).values()), ", ".join(sorted(contract.capabilities(s))))
         for s in specs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
@@ -95,8 +96,8 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     device, old = str(sites.train.labels.device), len(sites.train)
     more = Examples(new.train.images, ids[new.train.labels.cpu()]).to(device)
     both = Examples(*(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("images", "labels")))
-    parts = {c: sites.parts[c] for c in range(prepared.world.clients)}
-    parts[client] = torch.cat([parts[client], old + torch.arange(len(more))])
+    assert isinstance(sites.parts, FlatParts)  # queries are answered in simulations
+    parts = sites.parts.with_more(client, old + torch.arange(len(more)))
     known = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
     grown = WithNewData(**{**known, "train": both, "parts": parts}, asker=client, new=len(more))
     return replace(prepared, sites=grown)
@@ -126,9 +127,8 @@ def raised_by(prepared: Prepared, client: int, params: Tensors) -> dict[int, Why
 
     Raises ConfigError if it has none, or holds out no data to tell.
     """
-    settings, world = prepared.settings, prepared.world
-    counts = torch.stack([prepared.sites.counts(c) for c in range(world.clients)])
-    rule = rule_of(settings, counts)
+    settings = prepared.settings
+    rule = rule_of(settings, prepared.sites.all_counts())
     assert rule is not None
     view = prepared.sites.view(client, Stage(1, 0, FIT, (client,)))
     why = why_asked(rule, params, view)

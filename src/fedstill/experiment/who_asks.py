@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from fedstill.data.arrival import Arrival
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.preparing.querying import reasons_before
@@ -28,8 +26,7 @@ def who_asks(prepared: Prepared) -> tuple[str, list[tuple[str, str, str]]]:
         said = f"Clients raise their queries in the run, after the stage 'fit', for {AMOUNTS[world.asking.draw]} {by}."
         said = said.format(few=table.fewer_than, under=f"{table.accuracy_under or 0:g}")
         return said + (f" {_growing(sites.arrival)}" if sites.arrival else ""), []
-    counts = torch.stack([sites.counts(c) for c in range(world.clients)]) if sites.parts else torch.zeros(0, 0)
-    why, names = reasons_before(prepared.settings, world, counts), prepared.dataset.classes
+    why, names = reasons_before(prepared.settings, world, sites.all_counts), prepared.dataset.classes
     rows = []
     for client, query in sorted(world.queries.items())[:MOST_ASKERS]:
         told = "; ".join(f"{names[c]}: {because(why[client][c])}" for c in query) if why else "written in the config"

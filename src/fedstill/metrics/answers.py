@@ -22,7 +22,7 @@ UNTAUGHT = "query_untaught"
 
 def answers(
     queries: Mapping[int, Sequence[int]],
-    label_counts: Sequence[Sequence[int]],
+    label_counts: Sequence[Sequence[int]] | Mapping[int, Sequence[int]],
     alone: Mapping[int, EventFields],
     acted: Sequence[EventFields],
     server: EventFields,
@@ -31,7 +31,7 @@ def answers(
 ) -> dict[str, Any]:
     """What each client that asked can do now, what it could do alone, and the means over these clients.
 
-    queries: class ids by client; label_counts: (clients, C); alone: each client's event of the stage ``fit``, with
+    queries: class ids by client; label_counts: (C,) by client; alone: each client's event of the stage ``fit``, with
     ``correct_by_class``; acted: this round's client events, in order; server: the round's ``class_accuracy`` and
     ``others``; totals: (C,) test examples; personal: the stages after which a client's own model is its answer. Gives
     ``answers``, one mapping a client, and for each of ``QUERY_MEASURES`` its mean ``query_…`` and population spread; a

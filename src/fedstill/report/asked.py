@@ -56,7 +56,7 @@ def noise_probes(groups: Sequence[Group]) -> Html | None:
     with reading_queries(run):
         events = {e["client"]: e for e in run.clients if e["name"] == FIT and "probe" in e}
         clients = sorted(events)
-        counts = [run.start["label_counts"][c] for c in clients]
+        counts = [run.label_counts[c] for c in clients]
         shares = [[n / max(sum(row), 1) for n in row] for row in counts]
         seen = [[float(p) for p in events[c]["probe"]] for c in clients]
         errors = [
@@ -149,7 +149,7 @@ def _bars(groups: Sequence[Group]) -> list[Html | None]:
 
 def _client(run: Run, client: int) -> Figure:
     query = {a["client"]: a["query"] for a in _answers(run)}[client]
-    counts = run.start["label_counts"][client]
+    counts = run.label_counts[client]
     order = sorted(range(len(counts)), key=lambda c: (c not in query, counts[c] == 0, c))
     role = ["asked for" if c in query else "own" if counts[c] else "neither" for c in order]
     labels = [f"{plain(run.classes[c])} ({r})" for c, r in zip(order, role, strict=True)]

@@ -89,6 +89,6 @@ def _why(run: Run, answer: Mapping[str, Any]) -> str:
     """What spoke for the classes of a query; journals of before say of label counts only."""
     if run.settings.get("query.draw", "none") == "none":
         return "written in the config"
-    counts = run.start["label_counts"][answer["client"]] if run.start["label_counts"] else []
+    counts = run.label_counts[answer["client"]] if run.label_counts else []
     known = answer.get(WHY) or {str(c): {"lack": counts[c]} for c in answer["query"]}
     return "; ".join(f"{run.classes[c]}: {because(known.get(str(c), {}))}" for c in answer["query"])

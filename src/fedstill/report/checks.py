@@ -75,6 +75,8 @@ def _check_start(path: Path, start: Event) -> None:
     classes, counts = start.get("classes", []), start.get("label_counts", [])
     if not isinstance(classes, list) or not isinstance(counts, list):
         raise CorruptFile(f"{path}: the start event's classes and label counts are not lists")
+    if not isinstance(start.get("split", {}), dict):
+        raise CorruptFile(f"{path}: the start event's split is not a table")
     if not isinstance(start.get("sources", {}), dict):
         raise CorruptFile(f"{path}: the start event's sources are not a table")
     if any(not _are_numbers(row, len(classes)) or None in row for row in counts):

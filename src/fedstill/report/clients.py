@@ -9,6 +9,7 @@ from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, lay
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
+from fedstill.report.runs import Run
 from fedstill.report.summary import NONE
 
 MEASURED_ON = {
@@ -77,13 +78,12 @@ def _ids(groups: Sequence[Group]) -> list[str]:
 
 
 def _network(groups: Sequence[Group], client: str) -> str:
-    networks = dict.fromkeys(_model(r.start, r.settings, int(client)) for g in groups for r in g.started)
+    networks = dict.fromkeys(_model(r, int(client)) for g in groups for r in g.started)
     return ", ".join(networks)
 
 
-def _model(start: Mapping[str, Any], settings: Mapping[str, Any], client: int) -> str:
-    models = start.get("models", [])
-    return str(models[client] if client < len(models) else settings.get("model.name", NONE))
+def _model(run: Run, client: int) -> str:
+    return str(run.networks[client] if client < len(run.networks) else run.settings.get("model.name", NONE))
 
 
 def _cells(groups: Sequence[Group], client: str) -> list[Cell]:

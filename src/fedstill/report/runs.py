@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from fedstill.data.dealt_out import LabelCounts
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
-from fedstill.metrics.client_answers import shared_answer
+from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
 from fedstill.report.checks import check_events, check_looks, check_resumed
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
@@ -28,6 +31,8 @@ class Run:
     ``settings``: every resolved value by dotted key. ``start``, ``initial``: those events, empty if they are not there
     yet. ``rounds``, ``clients``: the events of that name, in order; ``measures``: what measures saw. ``written``: when
     the journal was last written, in seconds since 1970. ``resumed``: where the run went on with other versions.
+    ``label_counts``: what each client has of each class, (C,) by client; of no client where nobody knows them.
+    ``networks``: the name of each client's network; empty where all have the server's.
     """
 
     folder: Path
@@ -40,6 +45,8 @@ class Run:
     written: float
     measures: Sequence[Event] = ()
     resumed: Sequence[Event] = ()
+    label_counts: LabelCounts = field(default_factory=lambda: LabelCounts.of_table([], 0))
+    networks: Sequence[str] = ()
 
     @property
     def seed(self) -> int:
@@ -81,9 +88,13 @@ class Run:
 
     def _for_clients(self) -> dict[int, float]:
         """By round, what the global model is worth to the clients; empty where nobody knows their label counts."""
-        counts: Any = self.start.get("label_counts")
-        known: dict[int, Any] = dict(self.class_accuracy()) if counts else {}
-        return {number: shared_answer(accuracy, counts) for number, accuracy in known.items()}
+        by_class = self.class_accuracy() if len(self.label_counts) else {}
+        known = {number: tuple(v is not None for v in accuracy) for number, accuracy in by_class.items()}
+        shares = {mask: self.label_counts.mean_shares(np.array(mask)) for mask in set(known.values())}
+        return {
+            number: sum(float(s) * v for s, v in zip(shares[known[number]], accuracy, strict=True) if v is not None)
+            for number, accuracy in by_class.items()
+        }
 
     @property
     def untaught(self) -> tuple[int, int]:
@@ -132,6 +143,7 @@ def read_run(folder: Path) -> Run:
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     check_resumed(path, by_name.get("resumed", []))
+    split = read_split(folder, start)
     return Run(
         folder,
         _settings(folder / CONFIG),
@@ -143,6 +155,8 @@ def read_run(folder: Path) -> Run:
         path.stat().st_mtime,
         by_name["measure"],
         by_name.get("resumed", []),
+        label_counts_of(split, start),
+        networks_of(split, start),
     )
 
 

@@ -137,28 +137,6 @@ def class_maps(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Which classes are remembered", sentence(says), *parts, name="classes")
 
 
-def split_section(groups: Sequence[Group]) -> Html | None:
-    """How the data are dealt out; None if no run has started."""
-    every_split = heatmaps.splits(groups)
-    if not every_split:
-        return None
-    says = (
-        "How many training examples of each class each client has. It trains on its own column only. Blank: "
-        "none. Its in-local distribution p is its column divided by its sum; its out-local distribution is (1"
-        " - p) / (C - 1)."
-    )
-    shown = [
-        (s, kind)
-        for s in every_split
-        for kind in (heatmaps.KINDS if heatmaps.small(every_split) else heatmaps.KINDS[:1])
-    ]
-    parts = [choice("split", "Split of", [f"{s.name}, {kind}" for s, kind in shown])]
-    if len(every_split) == 1:
-        parts.append(sentence(f"The same split in all runs: {every_split[0].name}."))
-    figures = figure([heatmaps.class_by_client(s, kind) for s, kind in shown], says, name="split")
-    return section("How the data are split", sentence(says), *parts, figures, name="split")
-
-
 def settings(groups: Sequence[Group], style: Style) -> Html:
     """What differs between groups, and folded what does not."""
     every = [g.settings for g in groups]

@@ -98,11 +98,14 @@ def table_in_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width:
 
 
 def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
-    """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more."""
+    """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more.
+
+    Of more clients than ``most`` the first are drawn, and the others counted.
+    """
     room = max(10, width - 40)
     grouped = -(-len(classes) // room)
     wide = 2 if 2 * len(classes) <= room else 1
-    rows = [[sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts]
+    rows = [[sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts[:most]]
     top = max((max(row) for row in rows), default=0) or 1
     names = ", ".join(classes)
     text = Text(
@@ -111,11 +114,11 @@ def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: 
     text.append(
         f"each mark is {'a class' if grouped == 1 else f'{grouped} classes'}; a full mark is {top:,} examples\n"
     )
-    for client, row in enumerate(rows[:most]):
+    for client, row in enumerate(rows):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
         text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
     if len(counts) > most:
-        text.append(f"{'…':>6}  and {len(counts) - most} more clients\n")
+        text.append(f"{'…':>6}  and {len(counts) - most:,} more clients\n")
     return text
 
 

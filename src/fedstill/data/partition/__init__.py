@@ -2,6 +2,7 @@
 
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
 from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.hiper import hiper, public_split, train_validation
 from fedstill.data.partition.hybrid import hybrid
 from fedstill.data.partition.iid import iid
@@ -12,6 +13,7 @@ from fedstill.data.partition.sharding import shard_rows, sharding
 
 __all__ = [
     "Draw",
+    "FlatParts",
     "Parts",
     "cached",
     "dirichlet",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import (
     Draw,
     Labels,
@@ -81,12 +83,17 @@ def cuts(shares: NDArray[np.float64], size: int) -> NDArray[np.int64]:
     return (np.cumsum(shares, axis=-1) * size).astype(np.int64)[..., :-1]
 
 
+def pieces_of(ends: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """How many of a class's ``size`` examples each client gets (clients,), given where it is cut (clients - 1,)."""
+    return np.diff(np.minimum(ends, size), prepend=0, append=size)
+
+
 def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
     stream = legacy_stream(seed)
     full = sum(map(len, owned)) / clients
     for tried in range(1, max_tries + 1):
         sizes = np.zeros(clients, dtype=np.int64)
-        pieces: list[list[NDArray[np.int64]]] = []
+        drawn: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         for indices in owned:
             shuffled = indices.copy()
             stream.shuffle(shuffled)
@@ -95,14 +102,23 @@ def _official(owned: Parts, clients: int, alpha: float, seed: int, min_size: int
             if not total > 0:  # every open client drew a share that underflowed to 0: no split, draw again
                 sizes[:] = 0
                 break
-            pieces.append(np.split(shuffled, cuts(shares / total, len(indices))))
-            sizes += [len(piece) for piece in pieces[-1]]
+            drawn.append((shuffled, pieces_of(cuts(shares / total, len(indices)), len(indices))))
+            sizes += drawn[-1][1]
         if sizes.min() >= min_size:
-            parts = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
-            for part in parts:
-                stream.shuffle(part)
-            return Draw(parts, tried, min_size)
+            return Draw(shuffled_parts(drawn, stream), tried, min_size)
     return None
+
+
+def shuffled_parts(
+    drawn: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]], stream: np.random.RandomState | np.random.Generator
+) -> FlatParts[NDArray[np.int64]]:
+    """Each client's pieces of all classes, shuffled; drawn: of a class, its examples and the sizes of all pieces."""
+    clients = len(drawn[0][1])
+    owners = np.concatenate([np.repeat(np.arange(clients), sizes) for _, sizes in drawn])
+    parts = FlatParts.dealt(np.concatenate([examples for examples, _ in drawn]), owners, clients)
+    for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
+        stream.shuffle(parts[client])  # a view: in place
+    return parts
 
 
 def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, max_tries: int) -> Draw | None:
@@ -112,10 +128,8 @@ def _fast(owned: Parts, clients: int, alpha: float, seed: int, min_size: int, ma
         accepted = np.flatnonzero(counts.sum(1).min(1) >= min_size)
         if len(accepted):
             first = int(accepted[0])
-            ends = np.cumsum(counts[first], axis=1)[:, :-1]
-            pieces = [np.split(rng.permutation(i), e) for i, e in zip(owned, ends, strict=True)]
-            parts = [rng.permutation(np.concatenate(piece)) for piece in zip(*pieces, strict=True)]
-            return Draw(parts, start + first + 1, min_size)
+            drawn = [(rng.permutation(i), sizes) for i, sizes in zip(owned, counts[first], strict=True)]
+            return Draw(shuffled_parts(drawn, rng), start + first + 1, min_size)
     return None
 
 

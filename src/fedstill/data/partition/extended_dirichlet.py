@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstill.data.partition.dirichlet import cuts
+from fedstill.data.partition.dirichlet import cuts, pieces_of, shuffled_parts
 from fedstill.data.partition.rules import (
     Draw,
     Labels,
@@ -13,6 +15,7 @@ from fedstill.data.partition.rules import (
     class_indices,
     legacy_stream,
     partition,
+    random_classes,
     refuse_too_many,
 )
 from fedstill.errors import InfeasiblePartition
@@ -75,11 +78,9 @@ def extended_dirichlet_draw(
             holders = allocate_classes(clients, len(owned), classes_per_client, stream)
             for _ in range(max_tries):
                 tries += 1
-                parts, sizes = _share(owned, holders, clients, alpha, stream)
+                drawn, sizes = _share(owned, holders, clients, alpha, stream)
                 if sizes.min() >= wanted:
-                    for part in parts:
-                        stream.shuffle(part)
-                    return Draw(parts, tries, wanted)
+                    return Draw(shuffled_parts(drawn, stream), tries, wanted)
                 if sizes.min() > best:
                     best, why = int(sizes.min()), _smallest(labels, owned, holders, sizes)
     raise InfeasiblePartition(
@@ -90,8 +91,8 @@ def extended_dirichlet_draw(
 
 def allocate_classes(
     clients: int, classes: int, classes_per_client: int, stream: np.random.RandomState, max_tries: int = 10_000
-) -> list[list[int]]:
-    """The clients of every class: each client draws its classes uniformly, until no class has too few clients.
+) -> list[Labels]:
+    """The clients of every class, ascending: each draws its classes uniformly, until no class has too few clients.
 
     Too few: less than a fifth of an even deal (at least 1). Raises InfeasiblePartition if no assignment is possible.
     """
@@ -106,10 +107,7 @@ def allocate_classes(
         )
     needed = max(classes_per_client * clients // classes // 5, 1)
     for _ in range(max_tries):
-        holders: list[list[int]] = [[] for _ in range(classes)]
-        for client in range(clients):
-            for c in stream.choice(classes, classes_per_client, replace=False):
-                holders[c].append(client)
+        holders = random_classes(clients, classes_per_client, classes, stream)
         if min(map(len, holders)) >= needed:
             return holders
     raise InfeasiblePartition(
@@ -119,12 +117,15 @@ def allocate_classes(
 
 
 def _share(
-    owned: Parts, holders: list[list[int]], clients: int, alpha: float, stream: np.random.RandomState
-) -> tuple[Parts, NDArray[np.int64]]:
-    """One draw of shares: the clients' examples and their sizes, all 0 where the draw is no split."""
+    owned: Parts, holders: Sequence[Labels], clients: int, alpha: float, stream: np.random.RandomState
+) -> tuple[list[tuple[Labels, Labels]], NDArray[np.int64]]:
+    """One draw of shares: of each class its examples and how many each client gets; and the clients' sizes.
+
+    The sizes are all 0 where the draw is no split.
+    """
     full = sum(map(len, owned)) / clients
     sizes = np.zeros(clients, dtype=np.int64)
-    pieces = []
+    drawn = []
     for indices, held_by in zip(owned, holders, strict=True):
         shuffled = indices.copy()
         stream.shuffle(shuffled)
@@ -137,12 +138,12 @@ def _share(
         ends = cuts(shares / total, len(indices))
         if len(ends) and ends[-1] != len(indices):  # rounding left some over: the class's last client takes them
             ends[held_by[-1] :] = len(indices)
-        pieces.append(np.split(shuffled, ends))
-        sizes += [len(piece) for piece in pieces[-1]]
-    return [np.concatenate(piece) for piece in zip(*pieces, strict=True)], sizes
+        drawn.append((shuffled, pieces_of(ends, len(indices))))
+        sizes += drawn[-1][1]
+    return drawn, sizes
 
 
-def _smallest(labels: Labels, owned: Parts, holders: list[list[int]], sizes: NDArray[np.int64]) -> str:
+def _smallest(labels: Labels, owned: Parts, holders: Sequence[Labels], sizes: NDArray[np.int64]) -> str:
     """The reason in words: the smallest client, and the scarcest of its classes."""
     client = int(sizes.argmin())
     mine = [c for c, held_by in enumerate(holders) if client in held_by]

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstill.data.partition.dirichlet import pieces_of
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
 from fedstill.errors import InfeasiblePartition
 from fedstill.fields import Count, Positive, Seed
@@ -40,13 +42,13 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     """
     owned = class_indices(labels)
     matrix = legacy_stream(seed).dirichlet(np.repeat(alpha, clients), size=len(owned))
-    pieces = []
+    owners = []
     for indices, shares in zip(owned, matrix, strict=True):
-        counts = (shares * len(indices)).astype(np.int64)
-        pieces.append(np.split(indices, np.cumsum(counts[:-1])))
-    parts = [np.concatenate(piece) for piece in zip(*pieces, strict=True)]
-    for client, part in enumerate(parts):
-        legacy_stream(seed + client).shuffle(part)
+        ends = np.cumsum((shares * len(indices)).astype(np.int64)[:-1])
+        owners.append(np.repeat(np.arange(clients), pieces_of(ends, len(indices))))
+    parts = FlatParts.dealt(np.concatenate(owned), np.concatenate(owners), clients)
+    for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
+        legacy_stream(seed + client).shuffle(parts[client])  # a view: in place
     return parts
 
 

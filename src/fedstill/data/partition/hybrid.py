@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 
 from fedstill.data.partition.dirichlet import dirichlet_draw
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition, refuse_too_many
 from fedstill.errors import InfeasiblePartition
 from fedstill.fields import Count, Positive, Seed, Share
@@ -46,27 +47,30 @@ def hybrid(
     if even == clients:
         return first
     if hybrid_share == "equal_per_client":
-        return first + _equal_sizes(labels, rest, clients - even, alpha, stream)
-    drawn = dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts
-    return first + [rest[part] for part in drawn]
+        others = FlatParts.of(_equal_sizes(labels, rest, clients - even, alpha, stream))
+    else:
+        drawn = FlatParts.of(dirichlet_draw(labels[rest], clients - even, alpha, seed, min_size, max_tries).parts)
+        others = FlatParts(rest[drawn.order], drawn.ends)
+    order, ends = np.concatenate([first.order, others.order]), others.ends + len(first.order)
+    return FlatParts(order, np.concatenate([first.ends, ends]))
 
 
-def _stratified(labels: Labels, even: int, clients: int, stream: np.random.RandomState) -> tuple[Parts, Labels]:
+def _stratified(
+    labels: Labels, even: int, clients: int, stream: np.random.RandomState
+) -> tuple[FlatParts[Labels], Labels]:
     """``even`` parts that each hold a ``clients``-th of every class, and the examples left, in data-set order."""
-    dealt: list[Parts] = [[] for _ in range(even)]
-    rest = []
+    given, owners, rest = [], [], []
     spare = 0  # the odd examples of a class go to the next clients in turn, so that sizes stay equal
     for indices in class_indices(labels):
         shuffled = stream.permutation(indices)
         size, odd = divmod(round(len(indices) * even / clients), even) if even else (0, 0)
-        start = 0
-        for k in range(even):
-            take = size + ((k - spare) % even < odd)
-            dealt[k].append(shuffled[start : start + take])
-            start += take
+        takes = size + ((np.arange(even) - spare) % max(even, 1) < odd)
+        owners.append(np.repeat(np.arange(even), takes))
         spare = (spare + odd) % even if even else 0
-        rest.append(shuffled[start:])
-    return [np.concatenate(pieces) for pieces in dealt], np.sort(np.concatenate(rest))
+        given.append(shuffled[: len(owners[-1])])
+        rest.append(shuffled[len(owners[-1]) :])
+    first = FlatParts.dealt(np.concatenate(given), np.concatenate(owners), even)
+    return first, np.sort(np.concatenate(rest))
 
 
 def _equal_sizes(labels: Labels, rest: Labels, clients: int, alpha: float, stream: np.random.RandomState) -> Parts:

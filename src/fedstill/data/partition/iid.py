@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from fedstill.data.partition.flat import FlatParts, ends_of
 from fedstill.data.partition.rules import Labels, Parts, legacy_stream, partition, refuse_too_many
 from fedstill.fields import Count, Seed
 
@@ -20,4 +21,5 @@ def iid(labels: Labels, clients: Count, seed: Seed) -> Parts:
     Reading: FedNTD's code drops the n mod N examples left over; here they are dealt out.
     """
     refuse_too_many("iid", len(labels), clients)
-    return np.array_split(legacy_stream(seed).permutation(len(labels)), clients)
+    size, more = divmod(len(labels), clients)
+    return FlatParts(legacy_stream(seed).permutation(len(labels)), ends_of(size + (np.arange(clients) < more)))

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedstill.beside import files_of
 from fedstill.data.cache_folder import cache_folder
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Labels, Parts
 
 
@@ -59,12 +60,13 @@ def _read(path: Path, examples: int) -> Parts | None:
     except (OSError, SafetensorError, KeyError):
         return None
     inside = len(order) == ends[-1] and (len(order) == 0 or (order.min() >= 0 and order.max() < examples))
-    return np.split(order, ends[:-1]) if inside else None
+    return FlatParts(order, ends) if inside else None
 
 
 def _write(path: Path, parts: Parts) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays = {"order": np.concatenate(parts), "ends": np.cumsum([len(part) for part in parts], dtype=np.int64)}
+    flat = FlatParts.of(parts)
+    arrays = {"order": flat.order, "ends": flat.ends}
     handle, aside = tempfile.mkstemp(dir=path.parent, suffix=".part")
     os.close(handle)
     try:

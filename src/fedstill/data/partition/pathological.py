@@ -7,7 +7,16 @@ from typing import Literal
 
 import numpy as np
 
-from fedstill.data.partition.rules import Labels, Parts, class_indices, legacy_stream, partition
+from fedstill.data.partition.dirichlet import pieces_of
+from fedstill.data.partition.flat import FlatParts
+from fedstill.data.partition.rules import (
+    Labels,
+    Parts,
+    class_indices,
+    legacy_stream,
+    partition,
+    random_classes,
+)
 from fedstill.errors import InfeasiblePartition
 from fedstill.fields import Count, Seed
 
@@ -44,16 +53,15 @@ def pathological(
         owners = _random_owners(clients, classes_per_client, len(owned), stream, max_tries)
     else:
         owners = _even_owners(clients, classes_per_client, len(owned), stream)
-    parts: list[Parts] = [[] for _ in range(clients)]
+    examples, takers = [], []
     for c, indices, mine in zip(np.unique(labels), owned, owners, strict=True):
         if len(indices) < len(mine):
             raise InfeasiblePartition(
                 f"pathological: class {c} has {len(indices)} examples for {len(mine)} clients; take fewer clients"
             )
-        pieces = np.split(stream.permutation(indices), _random_cuts(len(indices), len(mine), stream))
-        for client, piece in zip(mine, pieces, strict=True):
-            parts[client].append(piece)
-    return [np.concatenate(pieces) for pieces in parts]
+        examples.append(stream.permutation(indices))
+        takers.append(np.repeat(mine, pieces_of(_random_cuts(len(indices), len(mine), stream), len(indices))))
+    return FlatParts.dealt(np.concatenate(examples), np.concatenate(takers), clients)
 
 
 def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:
@@ -68,13 +76,10 @@ def _refuse_impossible(clients: int, per_client: int, classes: int) -> None:
 
 def _random_owners(
     clients: int, per_client: int, classes: int, stream: np.random.RandomState, max_tries: int
-) -> list[list[int]]:
+) -> list[Labels]:
     for _ in range(max_tries):
-        owners: list[list[int]] = [[] for _ in range(classes)]
-        for client in range(clients):
-            for c in stream.choice(classes, per_client, replace=False):
-                owners[c].append(client)
-        if all(owners):
+        owners = random_classes(clients, per_client, classes, stream)
+        if all(map(len, owners)):
             return owners
     raise InfeasiblePartition(
         f"pathological: none of {max_tries:,} draws gave each of {classes} classes an owner ({clients} clients × "
@@ -82,7 +87,7 @@ def _random_owners(
     )
 
 
-def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[list[int]]:
+def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[Labels]:
     """Owners of every class: those that still need most classes, in random order among equals, so that none is left."""
     needs = np.full(clients, per_client)
     owners = []
@@ -91,7 +96,8 @@ def _even_owners(clients: int, per_client: int, classes: int, stream: np.random.
         order = order[np.argsort(-needs[order], kind="stable")]
         wanted = math.ceil(needs.sum() / left)
         must = int((needs >= left).sum())  # these need every class that is left
-        mine = sorted(int(client) for client in order[: max(wanted, must)] if needs[client] > 0)
+        mine = order[: max(wanted, must)]
+        mine = np.sort(mine[needs[mine] > 0])
         needs[mine] -= 1
         owners.append(mine)
     return owners

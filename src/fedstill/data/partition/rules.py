@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError, DataError, InfeasiblePartition
 from fedstill.fields import problem
 from fedstill.registry import register
 
 Labels = NDArray[np.int64]
-Parts = list[NDArray[np.int64]]
+Parts = Sequence[NDArray[np.int64]]
 Arguments = ParamSpec("Arguments")
 
 
@@ -24,8 +25,8 @@ Arguments = ParamSpec("Arguments")
 class Draw:
     """An accepted split and what it took.
 
-    parts: one int64 index array a client; tries: draws made, the accepted one included; min_size: the smallest client
-    asked for in the end (lower than the caller's only where the caller allowed that).
+    parts: one int64 index array a client, all of them views of one; tries: draws made, the accepted one included;
+    min_size: the smallest client asked for in the end (lower than the caller's only where the caller allowed that).
     """
 
     parts: Parts
@@ -51,9 +52,9 @@ def partition(name: str) -> Callable[[Callable[Arguments, Parts]], Callable[Argu
             for key in bound.arguments.keys() & hints.keys() - {"labels"}:
                 if why := problem(hints[key], bound.arguments[key]):
                     raise ConfigError(f"partition {name!r}: {key} = {why}")
-            parts = split(*bound.args, **bound.kwargs)
-            refuse_empty(name, parts)
-            return [np.ascontiguousarray(part, dtype=np.int64) for part in parts]
+            parts = FlatParts.of(split(*bound.args, **bound.kwargs))
+            refuse_empty(name, parts.sizes)
+            return parts
 
         return register("partition", name)(checked)
 
@@ -72,19 +73,18 @@ def checked_labels(labels: Any) -> Labels:
     return array.astype(np.int64)
 
 
-def class_indices(labels: Labels) -> Parts:
+def class_indices(labels: Labels) -> list[Labels]:
     """The examples of every class that occurs, in data-set order; classes in ascending order."""
     return [np.flatnonzero(labels == c) for c in np.unique(labels)]
 
 
-def refuse_empty(name: str, parts: Parts) -> None:
+def refuse_empty(name: str, sizes: NDArray[np.int64]) -> None:
     """Raise InfeasiblePartition naming the first client that got nothing."""
-    for client, part in enumerate(parts):
-        if len(part) == 0:
-            raise InfeasiblePartition(
-                f"partition {name!r} leaves client {client} of {len(parts)} without examples; "
-                "take fewer clients, a larger alpha or another seed"
-            )
+    for client in np.flatnonzero(sizes == 0)[:1]:
+        raise InfeasiblePartition(
+            f"partition {name!r} leaves client {client} of {len(sizes)} without examples; "
+            "take fewer clients, a larger alpha or another seed"
+        )
 
 
 def refuse_too_many(name: str, examples: int, clients: int, min_size: int = 1) -> None:
@@ -101,3 +101,15 @@ def legacy_stream(seed: int) -> np.random.RandomState:
     if seed < 2**32:
         return np.random.RandomState(seed)
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence(seed)))
+
+
+def random_classes(clients: int, per_client: int, classes: int, stream: np.random.RandomState) -> list[Labels]:
+    """Each client draws ``per_client`` distinct classes uniformly: the clients of every class, ascending."""
+    everyone = np.arange(classes)
+    taken = np.zeros((clients, classes), dtype=bool)
+    order = everyone.copy()
+    for client in range(clients):
+        order[:] = everyone
+        stream.shuffle(order)  # what RandomState.choice(classes, per_client, replace=False) draws
+        taken[client, order[:per_client]] = True
+    return [np.flatnonzero(taken[:, c]) for c in range(classes)]

@@ -43,12 +43,14 @@ def assigned(models: Any, clients: int) -> list[tuple[str, dict[str, Any]] | Non
     entries = [{"name": k, "share": v} for k, v in models.items()] if isinstance(models, Mapping) else list(models)
     shares = [e["share"] for e in entries if isinstance(e, Mapping) and "share" in e]
     if not shares:
-        return [_pair(entries[c % len(entries)]) for c in range(clients)]
+        networks = [_pair(e) for e in entries]
+        return [networks[c % len(networks)] for c in range(clients)]
     if len(shares) < len(entries) or not all(_number(s) and 0 < s <= 1 for s in shares):
         raise ConfigError(f"{KEY}: every network needs a share above 0, or none; they are {shown(shares)}")
     if abs(sum(shares) - 1) > SUM:
         raise ConfigError(f"{KEY}: the shares {shown(shares)} make {sum(shares):g}; they must make 1")
-    return [_pair(entries[i]) for i in dealt(shares, clients)]
+    networks = [_pair(e) for e in entries]
+    return [networks[i] for i in dealt(shares, clients)]
 
 
 def dealt(shares: Sequence[float], clients: int) -> list[int]:
@@ -84,14 +86,14 @@ def _by_client(models: Mapping[str, Any], clients: int) -> list[tuple[str, dict[
         ids = IDS.fullmatch(key)
         if not ids:
             raise ConfigError(f"{KEY}.{key}: name clients by their ids, '3' or '0-2', or give all networks shares")
-        first = int(ids[1])
+        first, own = int(ids[1]), _pair(network)
         last = int(ids[2] or first)
         if not first <= last < clients:
             raise ConfigError(f"{KEY}.{key}: clients are 0 to {clients - 1}")
         for client in range(first, last + 1):
             if out[client] is not None:
                 raise ConfigError(f"{KEY}.{key}: client {client} has a network already")
-            out[client] = _pair(network)
+            out[client] = own
     return out
 
 

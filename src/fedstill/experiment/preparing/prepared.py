@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
+from fedstill.data.dealt_out import DealtOut, counts_table
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
@@ -17,7 +22,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
 from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.measures.base import Room, at_clients
@@ -27,7 +32,7 @@ from fedstill.experiment.preparing.misfits import refuse_misfits
 from fedstill.experiment.preparing.public_data import set_apart
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
-from fedstill.experiment.preparing.split import label_counts, some_of, split
+from fedstill.experiment.preparing.split import some_of, split
 from fedstill.fitting import FIT
 from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
@@ -86,9 +91,10 @@ class Prepared:
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
-def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
+def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut | None = None) -> Prepared:
     """Read and split the data, build the models once, and check that the method gets what it needs.
 
+    ``begun``: the split that a run began with; without it, one is drawn.
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
@@ -97,13 +103,21 @@ def prepare(settings: Settings, dataset: Dataset | None = None) -> Prepared:
     train, public = set_apart(settings, dataset, some_of(dataset.train, settings.data.train_size, "train_size"))
     test = some_of(dataset.test, settings.data.test_size, "test_size")
     classes, shape = len(dataset.classes), tuple(dataset.train.images.shape[1:])
-    parts = [] if settings.on_sites else split(settings, train.labels.numpy())
+    parts = () if settings.on_sites else _dealt_out(settings, train.labels.numpy(), begun).tensors()
     world = started(settings, world_of(settings, shape, classes, len(public) if public else 0))
-    world = with_asking(settings, world, label_counts(train.labels, parts, classes))
+    world = with_asking(settings, world, lambda: counts_table(train.labels, parts, classes))
     inputs = Inputs(tuple(dataset.mean), tuple(dataset.std), tuple(settings.data.augment))
     sites = sites_of(settings, world, inputs, train, parts, public=public, test=test if len(test) else None)
     refuse_misfits(settings, world, sites)
     return Prepared(resolved(settings, world, len(train)), dataset, world, sites)
+
+
+def _dealt_out(settings: Settings, labels: NDArray[np.int64], begun: DealtOut | None) -> FlatParts[NDArray[np.int64]]:
+    if begun is None:
+        return split(settings, labels)
+    if not begun.fits(labels, settings.clients):
+        raise DataError("the training data are not those that the run began with: the labels in its split differ")
+    return begun.parts
 
 
 def sites_of(
@@ -111,7 +125,7 @@ def sites_of(
     world: RunWorld,
     inputs: Inputs,
     train: Examples,
-    parts: list[torch.Tensor] | dict[int, torch.Tensor],
+    parts: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
     public: Examples | None = None,
     test: Examples | None = None,
     own_test: Examples | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,12 +18,16 @@ from fedstill.queries import Asking, Queries, Standing, Why, check_queries, chec
 from fedstill.records import SERVER, Stage
 
 
-def with_asking(settings: Settings, world: RunWorld, counts: Tensor) -> RunWorld:
+def with_asking(settings: Settings, world: RunWorld, table: Callable[[], Tensor]) -> RunWorld:
     """The world with its queries, or with the rule by which clients raise them in the run.
 
-    counts: label counts (clients, C) of a simulation; (0, C) of real sites, which are unknown. Raises ConfigError for a
+    table: gives label counts (clients, C) of a simulation; (0, C) of real sites, which are unknown. It is called only
+    where clients ask. Raises ConfigError for a
     query without an answer.
     """
+    if settings.query.draw == "none" and not settings.query.classes:
+        return world
+    counts = table()
     asking = rule_of(settings, counts)
     if asking is None:
         return replace(world, queries=_written(settings.query.classes, counts, settings.query.fewer_than))
@@ -49,11 +53,12 @@ def rule_of(settings: Settings, counts: Tensor) -> Asking | None:
     )
 
 
-def reasons_before(settings: Settings, world: RunWorld, counts: Tensor) -> dict[int, dict[int, Why]]:
+def reasons_before(settings: Settings, world: RunWorld, table: Callable[[], Tensor]) -> dict[int, dict[int, Why]]:
     """Why clients ask for what they ask, by client and class, of queries that are drawn before the run; else empty."""
-    asking = rule_of(settings, counts)
-    if asking is None or world.asking is not None:
+    if settings.query.draw == "none" or world.asking is not None:
         return {}
+    asking = rule_of(settings, counts := table())
+    assert asking is not None
     known = {c: reasons(asking, c, Standing(counts[c])) for c in world.queries}
     return {c: {q: known[c][q] for q in query} for c, query in world.queries.items()}
 
@@ -88,7 +93,7 @@ def refuse_unraised(settings: Settings, world: RunWorld, sites: SiteViews, sched
     held = plans[FIT].validation
     if not held:
         raise ConfigError(f"{what}: clients hold out no data to measure on; set plan.fit.validation, e.g. 0.1")
-    lone = next((c for c in range(len(sites.parts)) if sites.size(c) < 2), None)
+    lone = sites.smaller_than(2)
     if lone is not None and not settings.on_sites:
         raise ConfigError(
             f"{what}: client {lone} has one example and cannot hold it out; split the data so that each has two"

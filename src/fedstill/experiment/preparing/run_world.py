@@ -62,7 +62,9 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: i
     model = settings.named.model
     server = contract.spec_for(model.name, shape, classes, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
-    others = tuple(contract.spec_for(n[0], shape, classes, n[1]) if n else server for n in networks)
+    distinct = {id(network): network for network in networks}
+    specs = {key: contract.spec_for(n[0], shape, classes, n[1]) if n else server for key, n in distinct.items()}
+    others = tuple(specs[id(network)] for network in networks) if any(distinct.values()) else ()
     return RunWorld(
         settings.clients, classes, settings.rounds, settings.seed, settings.plans, server, others, public=public
     )

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from fedstill.data.examples import stratified
-from fedstill.data.partition import cached
+from fedstill.data.partition import Parts, cached
+from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError, InfeasiblePartition, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.records import Examples
 
 
-def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> list[Tensor]:
+def split(settings: Settings, labels: NDArray[np.int64]) -> FlatParts[NDArray[np.int64]]:
     """Positions of each client's examples; raises InfeasiblePartition if a client would have none."""
     partition = settings.named.partition
     entry, fields = partition.entry, dict(partition.values)
@@ -27,26 +25,30 @@ def split(settings: Settings, labels: np.ndarray[Any, np.dtype[np.int64]]) -> li
         fields["seed"] = settings.seed if own is None else own
     try:
         apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
-        parts = [np.asarray(part) for part in apply(labels=labels, clients=settings.clients, **fields)]
+        parts = apply(labels=labels, clients=settings.clients, **fields)
+        parts = parts if isinstance(parts, FlatParts) else [np.asarray(part) for part in parts]
     except (TypeError, ValueError, IndexError, KeyError) as error:
         raise ConfigError(f"partition {entry.name} failed: {on_one_line(error)}") from error
     if len(parts) != settings.clients:
         raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
-    for client, part in enumerate(parts):
-        if len(part) == 0:
-            raise InfeasiblePartition(f"partition {entry.name}: client {client} gets no examples; use fewer clients")
-        if part.ndim != 1 or part.dtype.kind not in "iu" or part.min() < 0 or part.max() >= len(labels):
-            raise ConfigError(f"partition {entry.name}: client {client} must get positions from 0 to {len(labels) - 1}")
-    if np.bincount(np.concatenate(parts)).max() > 1:
-        raise ConfigError(f"partition {entry.name} gives an example to two clients; each example goes to one at most")
-    return [torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in parts]
+    return _checked(f"partition {entry.name}", parts, len(labels))
 
 
-def label_counts(labels: Tensor, parts: Sequence[Tensor], classes: int) -> Tensor:
-    """Label counts (clients, C) of a split."""
-    if not parts:
-        return torch.zeros(0, classes, dtype=torch.int64)
-    return torch.stack([torch.bincount(labels[part], minlength=classes) for part in parts])
+def _checked(what: str, parts: Parts, examples: int) -> FlatParts[NDArray[np.int64]]:
+    """The parts in one array; raises InfeasiblePartition or ConfigError where they are no split of so many examples."""
+    must = "must get positions from 0 to"
+    for client, part in enumerate([] if isinstance(parts, FlatParts) else parts):
+        if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
+            raise ConfigError(f"{what}: client {client} {must} {examples - 1}")
+    flat = FlatParts.of(parts)
+    for client in np.flatnonzero(flat.sizes == 0)[:1]:
+        raise InfeasiblePartition(f"{what}: client {client} gets no examples; use fewer clients")
+    for place in np.flatnonzero((flat.order < 0) | (flat.order >= examples))[:1]:
+        client = np.searchsorted(flat.ends, place, side="right")
+        raise ConfigError(f"{what}: client {client} {must} {examples - 1}")
+    if np.bincount(flat.order).max() > 1:
+        raise ConfigError(f"{what} gives an example to two clients; each example goes to one at most")
+    return flat
 
 
 def some_of(examples: Examples, size: int, key: str) -> Examples:

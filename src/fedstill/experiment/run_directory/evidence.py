@@ -11,10 +11,13 @@ from pathlib import Path, PurePosixPath
 
 from fedstill.data.cache_folder import cache_folder
 from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest, make_folder, write_whole
 
-EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json"})
-"""The files that are packed: what was asked for, what happened, the numbers at the end. Models and pages are not."""
+EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT})
+"""The files that are packed: what was asked for, what happened, the numbers at the end, and who had which data.
+
+Models and pages are not."""
 
 SUFFIX = ".runs.tar.xz"
 

@@ -85,9 +85,10 @@ class Journal:
         self._file.close()
 
 
-def read_journal(path: Path) -> list[Event]:
+def read_journal(path: Path, most: int | None = None) -> list[Event]:
     """The events in a journal, whole lines only (a run that was killed may have left half a line).
 
+    ``most``: how many, from the start; all if it is left out.
     What a client reported and no version would write now is left out, and a warning names the line: versions before
     reports were checked wrote it. The file stays as it is. Raises CorruptFile naming the line that is not an event.
     """
@@ -96,7 +97,7 @@ def read_journal(path: Path) -> list[Event]:
     except OSError as error:
         raise CorruptFile(f"there is no journal at {path}: {error.strerror}; is this a run's directory?") from error
     events: list[Event] = []
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(lines[:-1][:most], 1):
         try:
             event = json.loads(line, parse_int=_whole_number)
         except (ValueError, RecursionError) as error:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import safetensors.torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
 from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
+from fedstill.experiment.run_directory.split_file import read_label_counts
 from fedstill.files import short_name, write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
@@ -79,6 +82,14 @@ class Result:
         """
         events = journals.read_journal(self.directory / "journal.jsonl")
         return frame_of_clients([e for e in events if e["event"] == "client"], self.classes)
+
+    def label_counts(self) -> NDArray[np.int64]:
+        """How many training examples of each class each client has: (clients, C); (0, C) of real sites, which keep it.
+
+        Raises CorruptFile if the run's directory is gone or its split is damaged.
+        """
+        start = journals.read_journal(self.directory / "journal.jsonl", 1)
+        return read_label_counts(self.directory, start[0]).table().astype(np.int64)
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{what} {value}" for what, value in self._numbers.items())

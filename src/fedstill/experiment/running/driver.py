@@ -21,6 +21,7 @@ from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result
+from fedstill.experiment.run_directory.split_file import restore_split, write_split
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
@@ -79,9 +80,10 @@ class Driver:
     def _start(self) -> Result:
         with part(self.method, "setup", "before round 1"):
             state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
-        self.journal.write(
-            "start", seconds_since_1970=time.time(), **versions(self.settings, self.world), **self.measuring.split()
-        )
+        split = self.measuring.dealt_out
+        told = {**versions(self.settings, self.world), **self.measuring.about()}
+        told |= {"split": write_split(self.folder, split)} if split else {}
+        self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
         if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self, self.settings.rules)
@@ -93,6 +95,8 @@ class Driver:
         self.journal.cut(restored.journal)
         events = journals.read_journal(self.journal.path)
         check_sources(self.settings, events[0])
+        if self.measuring.dealt_out is not None:
+            restore_split(self.folder, events[0], self.measuring.dealt_out)
         self.measuring.replay(events)
         for event in events:
             self.tracking.take(event)

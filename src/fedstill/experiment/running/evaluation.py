@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from fedstill.data.dealt_out import DealtOut
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
+from fedstill.records import ModelSpec
 
 
 def images_by_class(sites: SiteViews, classes: int) -> list[int]:
@@ -18,9 +22,18 @@ def images_by_class(sites: SiteViews, classes: int) -> list[int]:
     return [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
 
 
-def counts_by_client(sites: SiteViews) -> list[list[int]]:
-    """Label counts by client (clients, C), held-out examples included; empty where they are nobody's to know."""
-    return [sites.counts(client).tolist() for client in range(len(sites.parts))]
+def dealt_out(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> DealtOut | None:
+    """How the data are dealt out, held-out examples included; None where that is nobody's to know.
+
+    networks: of each client, where they have not all the server's.
+    """
+    if not isinstance(sites.parts, FlatParts):
+        return None
+    order, labels = sites.parts.order.numpy(), sites.train.labels.cpu().numpy()
+    distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
+    names = tuple(spec.label for spec in distinct) if len(distinct) > 1 else ()
+    numbers = np.array([distinct[spec] for spec in networks] if names else [], dtype=np.int64)
+    return DealtOut(FlatParts(order, sites.parts.ends), labels[order], names, numbers)
 
 
 def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:

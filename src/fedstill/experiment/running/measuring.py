@@ -17,7 +17,7 @@ from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.evaluation import counts_by_client, evaluated, images_by_class
+from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.queried import RunQueries
@@ -57,25 +57,24 @@ class Measuring:
         self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
         self.rounds = settings.measured_in
         self.queried = RunQueries(self.prepared)
-        self._counts = counts_by_client(self.prepared.sites)
-        self._totals = images_by_class(self.prepared.sites, self.prepared.world.classes)
-        self.own = OwnAnswers(settings.method.personal, self._counts, self._totals)
+        world = self.prepared.world
+        self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
+        self._totals = images_by_class(self.prepared.sites, classes)
+        counts = self.dealt_out.counts(classes) if self.dealt_out else ()
+        self.own = OwnAnswers(settings.method.personal, counts, self._totals)
 
-    def split(self) -> dict[str, Any]:
-        """How the data are split: classes, label counts by client and of the test set; what makes inputs of images."""
-        data, counts = self.prepared.dataset, self._counts
+    def about(self) -> dict[str, Any]:
+        """What the data are: classes, label counts of the test set, what makes inputs of images; who asks for what."""
+        data = self.prepared.dataset
         asked = self.queried.before() if self.queried.anyone else {}
         told = {"test_counts": self._totals, **asked, **self._networks()}
         inputs = self.prepared.sites.inputs.stored(data.train.images)
-        return {"classes": list(data.classes), "label_counts": counts, "inputs": inputs, **told}
+        return {"classes": list(data.classes), "inputs": inputs, **told}
 
     def _networks(self) -> dict[str, Any]:
-        """Which client has which network, if they differ."""
-        world = self.prepared.world
-        everyone = range(world.clients)
-        if len({world.model(c) for c in everyone}) < 2:
-            return {}
-        return {"models": [world.model(c).label for c in everyone]}
+        """Which client has which network, if they differ and no split says it: real sites."""
+        networks = self.prepared.world.client_models
+        return {"models": [spec.label for spec in networks]} if not self.dealt_out and len(set(networks)) > 1 else {}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""

@@ -48,5 +48,6 @@ class Budget:
         """For the event of a round: each client's epsilon so far (None: unbounded) at which delta; empty if off."""
         if not self.privacy.on:
             return {}
-        each = [self.privacy.epsilon(self.rows[c]) for c in range(self.world.clients)]
+        spent = {rows: self.privacy.epsilon(rows) for rows in {0, *self.rows.values()}}
+        each = [spent[self.rows[c]] for c in range(self.world.clients)]
         return {"privacy": {"epsilon": each, "delta": self.privacy.delta, "covers": GROUP}}

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.preparing.querying import reasons_before
 from fedstill.fitting import FIT
@@ -33,8 +31,7 @@ class RunQueries:
         settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
         self._queries = {c: tuple(query) for c, query in world.queries.items()}
         if settings.query.by is not None and sites.parts:
-            counts = torch.stack([sites.counts(c) for c in range(world.clients)])
-            before = reasons_before(settings, world, counts)
+            before = reasons_before(settings, world, sites.all_counts)
             self._why = {c: {str(q): dict(why) for q, why in each.items()} for c, each in before.items()}
 
     @property
@@ -65,7 +62,7 @@ class RunQueries:
         prepared, sites = self.prepared, self.prepared.sites
         if not self._queries or not sites.parts:
             return {}
-        counts = [sites.counts(c, round).tolist() for c in range(prepared.world.clients)]
+        counts = {c: sites.counts(c, round).tolist() for c in self._queries}
         personal = prepared.settings.method.personal
         told = answers(self._queries, counts, self._alone, replies, measured, totals, personal)
         for answer in told["answers"]:

@@ -20,6 +20,7 @@ from fedstill.experiment.progress import OnRound, Progress, Quiet
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.experiment.running.driver import Driver
 from fedstill.experiment.tracking.tracker import Track
 from fedstill.experiment.tracking.tracking import send_late, wanted
@@ -109,7 +110,7 @@ def resume(
             send_late(folder, settings, trackers, result.summary)
             return result
         sweep(folder)
-        prepared = prepare(settings, data)
+        prepared = prepare(settings, data, begun_split(folder))
         with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
             return driver.go()
 

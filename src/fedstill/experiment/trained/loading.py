@@ -171,7 +171,9 @@ def _networks(predict: Callable[[Tensor], Tensor]) -> str:
 def _images(start: Mapping[str, Any]) -> dict[str, int]:
     """How many images clients had, and how many the test set, as far as the run knew."""
     counted = {
-        "train_images": sum(map(sum, start.get("label_counts", []))),
+        "train_images": start["split"]["examples"]
+        if "split" in start
+        else sum(map(sum, start.get("label_counts", []))),
         "test_images": sum(start.get("test_counts", [])),
     }
     return {name: count for name, count in counted.items() if count}
