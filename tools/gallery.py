@@ -27,7 +27,7 @@ from fedstill.cli import call
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "gallery.md"
 PICTURES = ROOT / "docs" / "images" / "gallery"
-WIDTH, TALLEST, COLOURS = 760, 620, 48
+WIDTH, TALLEST, COLOURS = 760, 620, 96
 """Pixels of a picture, and how many colours it has."""
 
 PARTS = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```|gallery/(\w+)-light\.png', re.DOTALL)
@@ -79,7 +79,8 @@ def _open(window: Any, page: Path, theme: str) -> None:
     window.set_window_size(WIDTH, 1000)
     window.get(page.as_uri())
     until = time.monotonic() + 120
-    while not window.execute_script("return document.body.dataset.drawn"):
+    drawn = "return document.body.dataset.drawn || document.querySelector('.plotly-graph-div .main-svg')"
+    while not window.execute_script(drawn):
         if time.monotonic() > until:
             raise SystemExit(f"{page}: the figures were not drawn within two minutes")
         time.sleep(0.1)
@@ -97,7 +98,7 @@ def _taken(window: Any, section: str) -> bytes:
     shot = window.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
     picture = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
     out = io.BytesIO()
-    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
+    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
