@@ -73,7 +73,7 @@ def test_runs_that_fail_are_named_and_the_others_are_kept(small: fedstill.Experi
     (tmp_path / "out/fedntd/seed1").mkdir(parents=True)
     fedstill.run(small.with_values({"seed": 1, "threads": 1}, "Python"), tmp_path / "out/fedntd/seed1", overwrite=True)
     (tmp_path / "out/fedntd/seed1/summary.json").unlink()
-    for path in (tmp_path / "out/fedntd/seed1").rglob("*.safetensors"):
+    for path in (tmp_path / "out/fedntd/seed1/checkpoints").rglob("*.safetensors"):
         path.write_bytes(b"")
     with pytest.raises(RunsFailed, match=r"1 of 2 runs failed: fedntd, seed 1: .*the others: fedstill\.Comparison\.of"):
         fedstill.compare(small, ["fedntd"], [1, 2], out=tmp_path / "out", quiet=True)
