@@ -5,7 +5,7 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow lint house grid bench bench-peers docs clean
+.PHONY: demo test slow lint house grid bench bench-peers docs gallery clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
@@ -39,11 +39,15 @@ bench-peers: .venv/ready
 docs: .venv/ready
 	.venv/bin/mkdocs build --strict
 
+# make gallery: the pictures of docs/gallery.md, from the commands on that page.
+gallery: .venv/ready
+	.venv/bin/python tools/gallery.py
+
 clean:
 	rm -rf .venv build site
 
 .venv/ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q uv
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs,flower,flower-datasets,onnx,tune,text]'
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text]'
 	touch .venv/ready

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fedstill.experiment.run_directory.result import Result as Result
     from fedstill.experiment.running.runner import resume as resume
     from fedstill.experiment.running.runner import run as run
+    from fedstill.experiment.tracking.tracker import Tracker as Tracker
     from fedstill.experiment.trained.loading import load_model as load_model
     from fedstill.experiment.trained.trained_model import TrainedModel as TrainedModel
     from fedstill.method import Method as Method
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from fedstill.records import Payload as Payload
     from fedstill.registry import register as register
     from fedstill.report.comparison import Comparison as Comparison
+    from fedstill.report.side_by_side import compare as compare
     from fedstill.work import ClientWork as ClientWork
 
 _HOMES = {
@@ -52,7 +54,9 @@ _HOMES = {
     "Plan": "fedstill.plan",
     "Progress": "fedstill.experiment.progress",
     "Result": "fedstill.experiment.run_directory.result",
+    "Tracker": "fedstill.experiment.tracking.tracker",
     "TrainedModel": "fedstill.experiment.trained.trained_model",
+    "compare": "fedstill.report.side_by_side",
     "from_clients": "fedstill.data.sources.tensors",
     "from_tensors": "fedstill.data.sources.tensors",
     "load": "fedstill.experiment.config.experiment",

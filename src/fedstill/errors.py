@@ -52,6 +52,10 @@ class UnknownKeys(ConfigError):
         super().__init__("; ".join([*wrong, *unknown]))
 
 
+class RunsFailed(FedstillError):
+    """Runs of a comparison that failed; the others are finished."""
+
+
 class DataError(ConfigError):
     """Data that are absent, damaged, or not what their name promises."""
 

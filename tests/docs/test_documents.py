@@ -43,6 +43,13 @@ def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not errors, "each error that is shown has come"
 
 
+def execute(page: str, space: dict[str, object], apart: bool = False) -> None:
+    """Execute a page's blocks of Python without a title, in one space, or each in one of its own."""
+    for kind, title, text in blocks(page):
+        if kind == "python" and not title:
+            exec(compile(text, page, "exec"), {} if apart else space)
+
+
 class Passed:
     """Counts the tests that a pytest passes."""
 
@@ -99,6 +106,27 @@ def test_a_model_is_added_as_the_page_says(
     assert passing(tmp_path / "test_nets.py") == 2
 
 
+def test_a_partition_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("add_a_partition.md", tmp_path, capsys)
+    assert "Effect of uneven data" in (tmp_path / "sweep" / "report.html").read_text()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert passing(tmp_path / "test_hospitals.py") == 4
+    del sys.modules["hospitals"]
+
+
+def test_a_callback_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    execute("add_a_callback.md", {})
+    said = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in said[:5]] == [f"round {i}:" for i in range(1, 6)]
+    assert said[5].startswith("stopped after round ")
+
+
 def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,14 +152,37 @@ def test_a_model_is_used_as_the_page_says(
     follow("use_the_model.md", tmp_path, capsys)
     space: dict[str, object] = {}
     try:
-        for kind, _, text in blocks("use_the_model.md"):
-            if kind == "python":
-                exec(compile(text, "use_the_model.md", "exec"), space)
+        execute("use_the_model.md", space)
     finally:
         sys.modules.pop("model", None)
     said = capsys.readouterr().out
     assert "<Result: fedntd on digits, seed 1: accuracy" in said
     assert "accuracy, last [%]" in said
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(
+    not all(map(find_spec, ("tensorboard", "mlflow"))),
+    reason="the extras tensorboard and mlflow are not installed: pip install 'fedstill[tensorboard,mlflow]'",
+)
+def test_runs_are_tracked_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import mlflow
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
+    follow("track.md", tmp_path, capsys)
+    there = mlflow.MlflowClient(tracking_uri=uri)
+    runs = there.search_runs([there.get_experiment_by_name("fedstill").experiment_id])
+    assert {r.info.run_name for r in runs} == {"run", "fedavg, seed 1"}
+    assert all(
+        (tmp_path / "both" / m / f"seed{s}" / "tensorboard").is_dir() for m in ("fedavg", "fedntd") for s in (1, 2)
+    )
+    execute("track.md", {})
+    said = capsys.readouterr().out
+    assert "printed seed 1" in said
+    assert said.endswith("finished\n")
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:
@@ -145,9 +196,7 @@ def test_the_configs_shown_resolve(tmp_path: Path) -> None:
 
 def test_the_python_shown_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for kind, _, text in blocks("configuration.md"):
-        if kind == "python":
-            exec(compile(text, "configuration.md", "exec"), {})
+    execute("configuration.md", {}, apart=True)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

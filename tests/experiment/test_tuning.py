@@ -136,5 +136,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "is the best of 2" in "\n".join(lines)
     assert "--seeds 1,2,3,4,5" in "\n".join(lines)
     page = (tmp_path / "out/tuning.html").read_text()
-    assert page.count('class="plotly-graph-div"') == 2
+    assert page.count('class="chart"') == 2
     assert "Do not report these numbers" in page

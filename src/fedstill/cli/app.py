@@ -53,6 +53,7 @@ Kind = Annotated[
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 """The values of the config's key ``engine``, which is known when torch is imported; a test compares them."""
 Debug = Annotated[bool, _FLAG]
+Track = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Overwrite = Annotated[bool, _FLAG]
 Flag = Annotated[bool, _FLAG]
 Quiet = Annotated[bool, _FLAG, Parameter(name=["--quiet", "-q"])]

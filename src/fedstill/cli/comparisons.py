@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstill.cli.app import Debug, Flag, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, app, say
+from fedstill.cli.app import Debug, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, Track, app, say
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
@@ -23,7 +23,7 @@ def compare_command(
     out: Path | None = None,
     jobs: Jobs = None,
     set_: Settings = (),
-    tensorboard: Flag = False,
+    track: Track = (),
     overwrite: Overwrite = False,
     debug: Debug = False,
     quiet: Quiet = False,
@@ -43,7 +43,7 @@ def compare_command(
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
-        tensorboard: Also write TensorBoard scalars, under OUT/tensorboard.
+        track: Tell trackers of every round: tensorboard (then: tensorboard --logdir OUT), mlflow, wandb.
         overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
         debug: Print the traceback of what fails; a client that fails ends its run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
@@ -55,8 +55,7 @@ def compare_command(
     experiment = load(config, set_)
     folder = out or new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
-    how = {"quiet": quiet, "tensorboard": tensorboard, "debug": debug, "overwrite": overwrite}
-    return carry_out(runs, folder, jobs, **how)
+    return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
 
 
 @app.command
@@ -110,7 +109,7 @@ def report(
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
     from fedstill.report.table_files import write_tables
-    from fedstill.report.trackers import export_tensorboard
+    from fedstill.report.tensorboard_export import export_tensorboard
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
@@ -158,7 +157,7 @@ def carry_out(
     jobs: int | None,
     *,
     quiet: bool,
-    tensorboard: bool = False,
+    track: Sequence[str] = (),
     debug: bool = False,
     overwrite: bool = False,
     show: bool = True,
@@ -167,20 +166,16 @@ def carry_out(
 
     Raises RunBusy, before anything is done, if another comparison is under way in the folder.
     """
-    from fedstill.experiment.comparing import compare as compared
     from fedstill.experiment.run_directory.claim import claimed
     from fedstill.experiment.run_directory.evidence import pack_of, restored
-    from fedstill.report.following_several import followed_runs
+    from fedstill.report.side_by_side import begun_of, followed_outcomes
 
     if restored(folder):
         print(f"{pack_of(folder)} is unpacked to {folder}, to go on there")
     with claimed(folder):
-        with followed_runs(quiet) as shown:
-            outcomes = compared.compare(runs, jobs or compared.jobs_that_fit(), shown.show, debug, overwrite)
-        asked = {v.folder for v in runs}
-        begun = [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
-        if begun:
-            _present(begun, folder, show=show, tensorboard=tensorboard)
+        outcomes = followed_outcomes(runs, jobs, quiet=quiet, debug=debug, overwrite=overwrite, track=track)
+        if begun := begun_of(runs, outcomes):
+            _present(begun, folder, show=show)
     worst = 0
     for o in outcomes:
         if debug and o.trace:
@@ -193,14 +188,13 @@ def carry_out(
     return worst
 
 
-def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bool) -> None:
+def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
     from fedstill.report.groups import groups
     from fedstill.report.numbers import BELOW_ZERO
-    from fedstill.report.page import write_page
     from fedstill.report.refused import refused
-    from fedstill.report.table_files import write_tables
+    from fedstill.report.side_by_side import write_files
     from fedstill.report.untaught import untaught
 
     screen, compared = terminal.console(), groups(begun)
@@ -214,10 +208,4 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool, tensorboard: bo
             screen.print(said)
         for line in refused({g.label: g.started for g in compared}):
             screen.print(f"warning: {line}", soft_wrap=True)
-    screen.print(f"report: {write_page(begun, folder / 'report.html')}", soft_wrap=True)
-    write_tables(compared, folder / "tables")
-    if tensorboard:
-        from fedstill.report.trackers import export_tensorboard
-
-        export_tensorboard(begun, folder / "tensorboard")
-        screen.print(f"tensorboard: {folder / 'tensorboard'}", soft_wrap=True)
+    screen.print(f"report: {write_files(begun, folder)}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The command that takes something out of a run: its model, as ONNX, as a program of torch, as a folder to share."""
+"""The command that takes something out of a run: its model in several forms, and its numbers as tables."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ Whose = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 
 @app.command(name="export")
 def export_command(
-    run: Path, *, onnx: Path | None = None, pt2: Path | None = None, folder: Path | None = None, client: Whose = None
+    run: Path,
+    *,
+    onnx: Path | None = None,
+    pt2: Path | None = None,
+    folder: Path | None = None,
+    client: Whose = None,
+    parquet: Path | None = None,
+    csv: Path | None = None,
 ) -> int:
-    """Write a run's model so that it can be used without fedstill; the normalisation is inside.
+    """Write a run's model so that it can be used without fedstill, normalisation inside; or its numbers as tables.
 
     Args:
         run: The run's directory; of a run that was stopped, the model of its last checkpoint is taken.
@@ -24,13 +31,28 @@ def export_command(
         pt2: The file for the model as a program of torch.export, which torch.export.load reads.
         folder: A new folder to share: weights, a model card, and a script that needs torch and safetensors alone.
         client: Whose model, for methods that answer with a model for each client.
+        parquet: A folder for rounds.parquet and clients.parquet: one row a round, and one for each client and stage.
+        csv: A folder for the same tables as CSV.
     """
     from fedstill.errors import ConfigError
 
-    if not (onnx or pt2 or folder):
-        raise ConfigError("export: say what to write: --onnx FILE, --pt2 FILE or --folder DIR")
-    _write_model(run, onnx, pt2, folder, client)
+    if not (onnx or pt2 or folder or parquet or csv):
+        raise ConfigError(
+            "export: say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or --csv DIR"
+        )
+    if onnx or pt2 or folder:
+        _write_model(run, onnx, pt2, folder, client)
+    for kind, tables in (("parquet", parquet), ("csv", csv)):
+        if tables is not None:
+            _write_tables(run, kind, tables)
     return 0
+
+
+def _write_tables(run: Path, kind: str, folder: Path) -> None:
+    from fedstill.experiment.run_directory.run_tables import write_run_tables
+
+    for path, rows, columns in write_run_tables(run, kind, folder):
+        print(f"{path}: {rows} rows, {columns} columns")
 
 
 def _write_model(run: Path, onnx: Path | None, pt2: Path | None, folder: Path | None, client: int | None) -> None:

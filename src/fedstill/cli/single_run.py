@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, app, say, tracebacks
+from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, Track, app, say, tracebacks
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
@@ -32,6 +32,7 @@ def run_command(
     set_: Settings = (),
     engine: Engine | None = None,
     federation: Path | None = None,
+    track: Track = (),
     overwrite: Overwrite = False,
     debug: Debug = False,
     quiet: Quiet = False,
@@ -44,6 +45,7 @@ def run_command(
         set_: A value over the file's, as key=value, e.g. -s method.beta=0.5. May be repeated.
         engine: How stages are carried out, over the file's.
         federation: The folder that `deploy init` made: with --engine flower, the run is done by its clients.
+        track: Tell trackers of every round: tensorboard (files in the run's directory), mlflow, wandb.
         overwrite: Begin anew in OUT: delete the run that is there, if there is nothing else.
         debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
@@ -60,18 +62,19 @@ def run_command(
     settings = settle(experiment)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
-            result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite)
+            result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result, again=settings.query.again is not None)
 
 
 @app.command(name="resume")
-def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = False) -> int:
+def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, quiet: Quiet = False) -> int:
     """Go on with a run that was stopped or killed, with the same bits as an uninterrupted run.
 
     Args:
         directory: The run's directory.
+        track: Tell these trackers too, from the first round on; those that the run had go on by themselves.
         debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
@@ -83,7 +86,7 @@ def resume_command(directory: Path, *, debug: Debug = False, quiet: Quiet = Fals
     settings = settings_of(directory)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:
-            result = runner.resume(directory, watch=watch, debug=debug)
+            result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
             return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
     return _show(result, again=settings.query.again is not None)

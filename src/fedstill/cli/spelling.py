@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-LISTS = frozenset({"--methods", "--seeds", "--cells", "--classes", "--teachers", "--by"})
+LISTS = frozenset({"--methods", "--seeds", "--cells", "--classes", "--teachers", "--track", "--by"})
 """Options whose value is a list with commas."""
 
 REPEATED = frozenset({"--set", "-s", "--grid", "--host"})

@@ -58,7 +58,7 @@ def tune_command(
     with claimed(folder), followed_runs(quiet) as shown:
 
         def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
-            return compared.compare(runs, count, shown.show)
+            return compared.carry_out_runs(runs, count, shown.show)
 
         tuning = Tuning(load(config, set_), parse_space(space), seeds, folder, do, goal)
         for _ in tuning.run(trials):

@@ -88,7 +88,7 @@ def page(compared: Sequence[Group]) -> str:
         sections.settings(compared, style),
     ]
     main = "\n".join(p.text for p in parts if p is not None)
-    return _document(_title(compared), main)
+    return document(_title(compared), main)
 
 
 def _title(compared: Sequence[Group]) -> str:
@@ -140,7 +140,8 @@ def _split(group: Group) -> str:
     return " ".join([kind, *told])
 
 
-def _document(title: str, main: str) -> str:
+def document(title: str, main: str) -> str:
+    """A whole page: a title, and what is in it; it holds what draws its figures."""
     assets = resources.files("fedstill.report") / "assets"
     style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
     about, library = _plotly()

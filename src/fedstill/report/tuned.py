@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fedstill.experiment.comparing.tuning import Trial, Tuning
 from fedstill.files import write_whole
-from fedstill.report.markup import Html, html_table, section, sentence
+from fedstill.report.figures import Figure, layout
+from fedstill.report.markup import figure, html_table, section, sentence
 from fedstill.report.numbers import spread
+from fedstill.report.page import document
 from fedstill.report.summary import NONE
 
 REPORT_SEEDS = 5
@@ -51,17 +52,26 @@ def _written(value: Any) -> str:
 
 def write_tuning_page(tuning: Tuning, out: Path) -> Path:
     """Write a page with two figures, the goal by trial and over each key, to a file; it needs no network."""
-    import plotly.io
     from optuna.visualization import plot_optimization_history, plot_slice
 
-    name, done = tuning.goal, any(t.scores for t in tuning.trials)
-    drawn = [plot(tuning.study, target_name=name) for plot in (plot_optimization_history, plot_slice)] if done else []
-    parts = [plotly.io.to_html(f, full_html=False, include_plotlyjs=i == 0) for i, f in enumerate(drawn)]
     head, lines = trial_lines(tuning)
     seeds = ", ".join(map(str, tuning.seeds))
     says = f"Each point is the mean over seeds {seeds}. Do not report these numbers: they chose the values."
-    shown = section("Tuning", sentence(says), Html("\n".join(parts)), html_table(head, lines, "numbers"), name="tuning")
-    css = (resources.files("fedstill.report") / "assets" / "page.css").read_text()
-    top = f"<!DOCTYPE html><html lang='en'><meta charset='utf-8'><title>Tuning</title><style>{css}</style>"
-    write_whole(out, f"{top}<main>{shown.text}</main></html>\n".encode())
+    drawn = [
+        figure([_as_ours(plot(tuning.study, target_name=tuning.goal))], text, title)
+        for plot, title, text in (
+            (plot_optimization_history, "The goal by trial", "The line is the best so far."),
+            (plot_slice, "The goal over each key", "Darker points are later trials."),
+        )
+        if any(t.scores for t in tuning.trials)
+    ]
+    shown = section("Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning")
+    write_whole(out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode())
     return out
+
+
+def _as_ours(drawn: Any) -> Figure:
+    """A figure of Optuna's with the layout of all our figures: the page gives it colours for light and dark."""
+    whole = json.loads(drawn.to_json())
+    axes = {k: v for k, v in whole["layout"].items() if k.startswith(("xaxis", "yaxis"))}
+    return {"data": whole["data"], "layout": layout(hovermode="closest", **axes)}

@@ -21,6 +21,7 @@ from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.tracking.tracking import wanted
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
@@ -61,23 +62,26 @@ def jobs_that_fit() -> int:
     return max(1, min(cores(), int(free / BYTES_A_RUN)))
 
 
-def compare(
+def carry_out_runs(
     runs: Sequence[Variant],
     jobs: int,
     watch: Callable[[Sequence[Outcome]], None],
     debug: bool = False,
     overwrite: bool = False,
+    track: Sequence[str] = (),
 ) -> list[Outcome]:
     """Do all runs, going on with those that were begun, and leaving alone those that are finished.
 
     A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
     fails does not stop the others; one whose process is killed does. The first Ctrl-C lets running stages end and
     starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises RunExists for a folder that holds
-    another run; with ``overwrite`` that one is deleted, and one that is damaged begun anew.
+    another run; with ``overwrite`` that one is deleted, and one that is damaged begun anew. ``track``: trackers by name
+    for every run; finished runs are sent to those that do not have them.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     for outcome in outcomes:
         make_way(outcome.variant, overwrite)
+    wanted(track)
     waiting = list(outcomes)
     context = multiprocessing.get_context("forkserver")
     with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
@@ -90,7 +94,7 @@ def compare(
                 side_by_side = min(jobs, 1 + len(running) + len(waiting))
                 workers = os.environ.get(WORKERS) or str(max(1, cores() // side_by_side))
                 experiment, folder = ready.variant.experiment, ready.variant.folder
-                running[pool.submit(_do, experiment, folder, workers, debug, overwrite)] = ready
+                running[pool.submit(_do, experiment, folder, workers, debug, overwrite, track)] = ready
             if ends and not running:
                 break
             done, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -141,11 +145,13 @@ def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | 
     return next((o for o in waiting if not (o.variant.after and o.variant.after.folder in open_)), None)
 
 
-def _do(experiment: Experiment, folder: Path, workers: str, debug: bool, overwrite: bool) -> Answer:
+def _do(
+    experiment: Experiment, folder: Path, workers: str, debug: bool, overwrite: bool, track: Sequence[str]
+) -> Answer:
     """Carry out one run, or go on with it; one that is damaged is begun anew if it may be overwritten."""
     from fedstill.experiment.running import runner
 
-    if (folder / "summary.json").is_file():
+    if (folder / "summary.json").is_file() and not track:
         return DONE
     os.environ[WORKERS] = workers
     try:
@@ -154,12 +160,12 @@ def _do(experiment: Experiment, folder: Path, workers: str, debug: bool, overwri
                 return STOPPED
             if (folder / "config.toml").is_file():
                 try:
-                    runner.resume(folder, watch=watch, debug=debug)
+                    runner.resume(folder, watch=watch, debug=debug, track=track)
                     return DONE
                 except CorruptFile:
                     if not overwrite:
                         raise
-            runner.run(experiment, folder, watch=watch, debug=debug, overwrite=overwrite)
+            runner.run(experiment, folder, watch=watch, debug=debug, overwrite=overwrite, track=track)
     except Exception as error:
         return _answer(error)
     return DONE

@@ -13,6 +13,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.progress import OnRound, Progress
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.tracking.tracker import Track
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
@@ -25,10 +26,11 @@ def elsewhere(settings: Settings) -> str:
     return "federation" if settings.flower.federation else settings.flower.grid.replace("loopback", "")
 
 
-def refuse_calls(on_round: OnRound | None) -> None:
-    """Raise ConfigError for a function of this process that a run elsewhere would have to call."""
-    if on_round is not None:
-        raise ConfigError("on_round is called where the run is, and a federation's run is not in this process")
+def refuse_calls(on_round: OnRound | None, track: Track = ()) -> None:
+    """Raise ConfigError for what is called in this process, where a run elsewhere would have to call it."""
+    for what, given in (("on_round is", on_round), ("trackers are", track)):
+        if given:
+            raise ConfigError(f"{what} called where the run is, and a federation's run is not in this process")
 
 
 def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> Result:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,10 @@ START: Mark = (0, digest(b""))
 
 
 class Journal:
-    """An append-only file of events."""
+    """An append-only file of events; ``told``: called with each that was appended."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, told: Callable[[Event], object] | None = None) -> None:
+        self.path, self._told = path, told
         try:
             self._file = path.open("ab", buffering=0)
             sync_folder(path.parent)
@@ -45,7 +45,8 @@ class Journal:
 
     def append(self, event: Event) -> None:
         """Append one event, with its name under ``event``; a number that is not finite is written as null."""
-        line = json.dumps(json_value(event), separators=(",", ":"), allow_nan=False)
+        written = json_value(event)
+        line = json.dumps(written, separators=(",", ":"), allow_nan=False)
         data = memoryview(line.encode() + b"\n")
         self._sum.update(data)
         try:
@@ -53,6 +54,8 @@ class Journal:
                 data = data[self._file.write(data) :]
         except OSError as error:
             raise as_named(error, self.path) from error
+        if self._told is not None:
+            self._told(written)
 
     def sync(self) -> Mark:
         """Make all events durable; the journal's mark."""

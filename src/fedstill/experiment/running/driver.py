@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from fedstill.experiment.run_directory.split_file import restore_split, write_sp
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
+from fedstill.experiment.tracking.tracking import Named, Tracking
 from fedstill.files import digest
 from fedstill.method import run_round
 from fedstill.origin import returned
@@ -48,11 +49,13 @@ class Driver:
     grid: Grid | None = None
     debug: bool = False
     on_round: OnRound | None = None
+    trackers: Named = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.settings, self.world, self.method = settings, self.prepared.world, settings.method
-        self.journal = journals.Journal(self.folder / "journal.jsonl")
+        self.tracking = Tracking(self.folder, settings, self.trackers)
+        self.journal = journals.Journal(self.folder / "journal.jsonl", self.tracking.take)
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
@@ -67,11 +70,12 @@ class Driver:
 
     def go(self) -> Result:
         """From the last whole checkpoint; from the beginning if there is none."""
-        restored = self.checkpoints.latest()
-        if restored is None:
-            self.journal.cut(journals.START)
-            return self._start()
-        return self._resume(restored)
+        with self.tracking:
+            restored = self.checkpoints.latest()
+            if restored is None:
+                self.journal.cut(journals.START)
+                return self._start()
+            return self._resume(restored)
 
     def _start(self) -> Result:
         with part(self.method, "setup", "before round 1"):
@@ -94,6 +98,8 @@ class Driver:
         if self.measuring.dealt_out is not None:
             restore_split(self.folder, events[0], self.measuring.dealt_out)
         self.measuring.replay(events)
+        for event in events:
+            self.tracking.take(event)
         note_versions(self.journal, events, restored.state)
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
@@ -123,6 +129,7 @@ class Driver:
         events = journals.read_journal(self.folder / "journal.jsonl")
         rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
         write_result(self.folder, state, summary := summary_of(self.settings, rounds, clients, self.measuring.seconds))
+        self.tracking.finished(summary)
         if "refusals" in summary and isinstance(self.watch, Quiet):  # whoever watches the run shows it
             log.warning("%s: %s", self.folder, summary["refusals"])
         return Result.of(self.folder)

@@ -23,6 +23,8 @@ from fedstill.experiment.run_directory.claim import locked, new_directory, refus
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.experiment.running.driver import Driver
+from fedstill.experiment.tracking.tracker import Track
+from fedstill.experiment.tracking.tracking import send_late, wanted
 from fedstill.files import sweep, write_whole
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ def run(
     debug: bool = False,
     overwrite: bool = False,
     on_round: OnRound | None = None,
+    track: Track = (),
 ) -> Result:
     """Run an experiment in a new directory (``out``, or one under ``runs/``) to its end.
 
@@ -46,7 +49,8 @@ def run(
     fails ends the run with ClientFailed, its own exception chained, whatever ``clients.failures`` says. ``overwrite``:
     what fedstill wrote in ``out`` before is deleted, when everything else has been checked.
     ``on_round``: called after every round with what the journal says of it; what it raises ends the run, and ``resume``
-    goes on with that round measured again.
+    goes on with that round measured again. ``track``: trackers that are told of every round: ``"tensorboard"``,
+    ``"mlflow"``, ``"wandb"``, or your own (``experiment.tracking.tracker.Tracker``); one that fails is a warning.
     Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
@@ -57,19 +61,21 @@ def run(
         raise ConfigError("data in memory stay in this process: name data that the server has, or leave federation out")
     if settings.engine == "flower":
         require_flower()  # before there is a directory
+    if where == "federation":
+        refuse_calls(on_round, track)
+    trackers = wanted(track)
     prepared = prepare(settings, data)
     folder = new_directory(settings, Path(out) if out else None, overwrite)
     if where == "ray":
-        again = partial(run, experiment, folder, data, watch, debug=debug, on_round=on_round)
+        again = partial(run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track)
         return simulate(settings, data, folder, lambda ray: again(grid=ray))
     if where:
-        refuse_calls(on_round)
         return submit(settings, folder, False, watch or Quiet())
     with locked(folder):
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", prepared.settings.toml.encode())
-        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round)) as driver:
+        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
             return driver.go()
 
 
@@ -80,28 +86,33 @@ def resume(
     grid: Grid | None = None,
     debug: bool = False,
     on_round: OnRound | None = None,
+    track: Track = (),
     **live: Any,
 ) -> Result:
     """Go on with a run from its last whole checkpoint, to the same bits; a finished run gives its result at once.
 
-    ``debug``, ``on_round``: as for ``run``. ``live``: ``method``, ``model`` or ``partition``, the class, network or
-    function that the run was given in Python, where another process began it. Raises CorruptFile if it is another one.
+    ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on by themselves.
+    ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run was given in Python,
+    where another process began it. Raises CorruptFile if it is another one.
     """
     folder = Path(directory)
     settings = settings_of(folder, **live)
     _refuse_debug(debug, settings)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":
-            return simulate(settings, data, folder, lambda ray: resume(folder, data, watch, ray, debug, on_round))
-        refuse_calls(on_round)
+            again = partial(resume, folder, data, watch, debug=debug, on_round=on_round, track=track)
+            return simulate(settings, data, folder, lambda ray: again(grid=ray))
+        refuse_calls(on_round, track)
         return submit(settings, folder, True, watch or Quiet())
+    trackers = wanted(track)
     with locked(folder):
         if (folder / "summary.json").is_file():
-            return Result.of(folder)
+            result = Result.of(folder)
+            send_late(folder, settings, trackers, result.summary)
+            return result
         sweep(folder)
-        with closing(
-            Driver(prepare(settings, data, begun_split(folder)), folder, watch or Quiet(), grid, debug, on_round)
-        ) as driver:
+        prepared = prepare(settings, data, begun_split(folder))
+        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
             return driver.go()
 
 

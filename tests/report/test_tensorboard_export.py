@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from run_journals import events
 import toys
 from fedstill.errors import ConfigError
 from fedstill.experiment.running import runner
-from fedstill.report.trackers import export, export_tensorboard
+from fedstill.experiment.tracking.tracker import AboutRun
+from fedstill.report.tensorboard_export import export, export_tensorboard
 
 
 class Kept:
@@ -21,11 +23,17 @@ class Kept:
         self.scalars: list[tuple[str, float, int]] = []
         Kept.every[folder.name] = self.scalars
 
-    def scalar(self, name: str, value: float, round: int) -> None:
-        self.scalars.append((name, value, round))
+    def ready(self) -> None:
+        """Always."""
 
-    def close(self) -> None:
-        self.scalars.append(("closed", 0.0, -1))
+    def begin(self, run: AboutRun, memo: dict[str, str], last: int) -> int:
+        return last
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        self.scalars += [(name, value, round) for name, value in numbers.items()]
+
+    def end(self, how: str, summary: Mapping[str, object]) -> None:
+        self.scalars.append((how, 0.0, -1))
 
 
 def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) -> None:
@@ -37,7 +45,7 @@ def test_a_tracker_gets_every_number_of_a_run(finished: Path, tmp_path: Path) ->
     assert ("accuracy", said[-1]["accuracy"], 3) in taken
     assert ("class_accuracy/class 4", said[-1]["class_accuracy"][4], 3) in taken
     assert {n for name, _, n in taken if name == "accuracy"} == {0, 1, 2, 3}
-    assert taken[-1][0] == "closed"
+    assert taken[-1][0] == "finished"
 
 
 def test_a_tracker_gets_what_measures_saw(tmp_path: Path) -> None:
@@ -57,11 +65,9 @@ def test_a_tracker_gets_what_measures_saw(tmp_path: Path) -> None:
 def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
 
     folder, *_ = export_tensorboard([finished / "avg7"], tmp_path / "out")
-    found = EventAccumulator(str(folder)).Reload()
-    written = {e.step: float(make_ndarray(e.tensor_proto)) for e in found.Tensors("forgetting")}
+    written = {e.step: e.value for e in EventAccumulator(str(folder)).Reload().Scalars("forgetting")}
     said = events(finished / "avg7")
     assert written == pytest.approx({e["round"]: e["forgetting"] for e in said if e["event"] == "round"})
     with pytest.raises(ConfigError, match="is not empty"):
@@ -71,6 +77,6 @@ def test_tensorboard_reads_what_was_written(finished: Path, tmp_path: Path) -> N
 def test_without_the_extra_it_says_how_to_get_it(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard.summary", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'fedstill\[tensorboard\]'"):
         export_tensorboard([finished], tmp_path / "out")
