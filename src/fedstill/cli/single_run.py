@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fedstill.experiment.run_directory.result import Result
 
 OF_SERVER = (
+    ("accuracy on own tests, mean over clients", "own_test_accuracy"),
+    ("accuracy on own tests, lowest", "own_test_worst"),
     ("accuracy, last round", "accuracy"),
     ("accuracy, best round", "best_accuracy"),
     ("accuracy, mean of the last ten", "mean_accuracy_last_10"),

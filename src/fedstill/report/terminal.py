@@ -125,7 +125,7 @@ def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: 
 def comparison_table(compared: Sequence[Group]) -> Table:
     """The table of a comparison: mean ± spread over seeds."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
-    usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+    usual = ("own_test_accuracy", "own_test_worst", "accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
     own = PERSONAL if any(g.own_models for g in compared) else ()
     shown = [
         *asked,
