@@ -72,7 +72,7 @@ CHAIN = ("model.name=digits_cnn", "topology.clients=6", "topology.sampled=3", "p
         (
             "hiper/table1",
             "[bH]*:alpha 1.0",
-            ["Each client's own model", "Accuracy on public data by client", "Accuracy of the server"],
+            ["Client by client", "Accuracy on public data by client", "Accuracy of the server"],
             ("model.name=tiny_cnn", "data.public=60"),
         ),
         (

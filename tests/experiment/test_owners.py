@@ -105,7 +105,7 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
     start = json.loads((tmp_path / "one" / "journal.jsonl").read_text().splitlines()[0])
     assert start["client_names"] == ["bern", "chur", "genf"]
     page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
-    assert "Each client on its own test set" in page
+    assert "Client by client" in page
     assert "chur" in page
 
 

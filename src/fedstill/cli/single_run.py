@@ -13,14 +13,18 @@ if TYPE_CHECKING:
     from fedstill.experiment.run_directory.result import Result
 
 OF_SERVER = (
-    ("accuracy on own tests, mean over clients", "own_test_accuracy"),
-    ("accuracy on own tests, lowest", "own_test_worst"),
     ("accuracy, last round", "accuracy"),
     ("accuracy, best round", "best_accuracy"),
     ("accuracy, mean of the last ten", "mean_accuracy_last_10"),
     ("forgetting", "forgetting"),
 )
 """What is said of the server's model."""
+
+ON_OWN_TESTS = (
+    ("accuracy on own tests, mean over clients", "own_test_accuracy"),
+    ("accuracy on own tests, lowest", "own_test_worst"),
+)
+"""What is said where clients have test sets of their own."""
 
 DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
@@ -223,6 +227,7 @@ def _show(result: Result, again: bool) -> int:
     s = result.summary
     rows = [
         *_for_the_clients(s),
+        *((what, terminal.percent(s[key])) for what, key in ON_OWN_TESTS if key in s),
         *(((what, terminal.percent(s[key])) for what, key in OF_SERVER) if s["accuracy"] is not None else ()),
         *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
         *(

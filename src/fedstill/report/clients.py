@@ -65,8 +65,7 @@ def clients(groups: Sequence[Group], style: Style) -> Html | None:
         sentence(sent) if sent else None,
         folded("Round by round", grid(courses)) if courses else None,
     ]
-    title = "Each client's own model" if own else "Each client on its own test set"
-    return section(title, sentence(says), *parts, name="clients")
+    return section("Client by client", sentence(says), *parts, name="clients")
 
 
 def _last(group: Group, key: str) -> dict[str, float]:
