@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -33,13 +33,13 @@ class Inputs:
         return normalise(values, self.mean, self.std) if values.dtype == torch.uint8 else values
 
     def stored(self, values: Tensor) -> dict[str, Any]:
-        """What makes the same inputs of such values again: shape, type, mean, spread, and kind."""
+        """What makes the same inputs of such values again: shape, type, mean, spread, kind, and what names became."""
         type_ = str(values.dtype).removeprefix("torch.")
         told = {"shape": list(values.shape[1:]), "pixels": type_, "mean": self.mean, "std": self.std}
         if self.about.kind == "image":
             return told
-        more = {"vocabulary": self.about.vocabulary, "features": list(self.about.features)}
-        return {**told, "kind": self.about.kind, **{key: value for key, value in more.items() if value}}
+        more = {k: v for k, v in asdict(self.about).items() if k not in ("notes", "owners", "kind") and v}
+        return {**told, "kind": self.about.kind, **more}
 
     def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:
         """Values as one training batch, augmented with draws from the generator."""

@@ -95,7 +95,7 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     ids = torch.tensor([classes.index(c) for c in new.classes], dtype=torch.int64)
     device, old = str(sites.train.labels.device), len(sites.train)
     more = Examples(new.train.values, ids[new.train.labels.cpu()]).to(device)
-    both = Examples(*(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("images", "labels")))
+    both = Examples(*(torch.cat([getattr(e, k) for e in (sites.train, more)]) for k in ("values", "labels")))
     assert isinstance(sites.parts, FlatParts)  # queries are answered in simulations
     parts = sites.parts.with_more(client, old + torch.arange(len(more)))
     known = {f.name: getattr(sites, f.name) for f in fields(SiteViews)}
