@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,11 +10,14 @@ import torch
 from torch import Tensor
 
 from fedstill.data.augment import augment, normalise
-from fedstill.data.form import IMAGES, About
+from fedstill.data.form import IMAGES, MANY, About
 
 SHARD = 100
 """Examples in one evaluation pass; fixed, because results in float32 depend on it in the last bit. With many
 more, the outputs of a convolution no longer fit into a core's cache."""
+
+MOST_FEATURES = 12
+"""Features that are named; the others are counted."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +55,25 @@ class Inputs:
 def channels_last(tensor: Tensor) -> Tensor:
     """A four-dimensional tensor in channels-last order, which the CPU's convolutions prefer; others as they are."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def examples_are(inputs: Mapping[str, Any]) -> str:
+    """One sentence on what examples are, of the field ``inputs`` of a journal's event ``start``; empty for images.
+
+    >>> examples_are({"kind": "series", "shape": [9, 128]})
+    'examples are series: 9 channels of 128 steps'
+    """
+    kind, shape = inputs.get("kind", "image"), list(inputs.get("shape", ()))
+    if kind == "table":
+        names = [str(name) for name in inputs.get("features", ())]
+        more = f" and {len(names) - MOST_FEATURES} more" if len(names) > MOST_FEATURES else ""
+        of = f": {', '.join(names[:MOST_FEATURES])}{more}" if names else ""
+        return f"examples are {MANY['table']}, {shape[0]} features{of}"
+    if kind == "series":
+        return f"examples are {MANY['series']}: {shape[0]} channels of {shape[1]} steps"
+    if kind == "text":
+        by = f" by {tokenizer}" if (tokenizer := inputs.get("tokenizer")) else ""
+        return f"examples are {MANY['text']} as {shape[0]} token ids{by}, of {inputs.get('vocabulary', 0):,}"
+    if kind == "vector":
+        return f"examples are {MANY['vector']} of {' x '.join(map(str, shape))} numbers"
+    return ""
