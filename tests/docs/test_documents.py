@@ -26,7 +26,10 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Write the files that a page shows, and run its commands; one that fails says the error that the page shows."""
+    """Write the files that a page shows, and run its commands; one that fails says the error that the page shows.
+
+    A page names its files without the folder that they are in.
+    """
     shown = blocks(page)
     for _, title, text in shown:
         if title:
@@ -39,7 +42,7 @@ def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert program == "fedstill"
         capsys.readouterr()
         if call(arguments):
-            assert capsys.readouterr().err == errors.pop(0), command
+            assert capsys.readouterr().err.replace(f"{folder}/", "") == errors.pop(0), command
     assert not errors, "each error that is shown has come"
 
 
@@ -138,6 +141,22 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     assert len(clients) == 5
     assert all("sureness" in e and "seconds_sureness.py" in e for e in clients)
     assert passing(tmp_path / "test_my_measures.py") == 2
+
+
+def test_a_data_set_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind, title, text in blocks("add_a_data_set.md"):
+        if kind == "python" and not title:
+            exec(compile(text, "add_a_data_set.md", "exec"), {})
+    follow("add_a_data_set.md", tmp_path, capsys)
+    starts = [read_journal(tmp_path / run / "journal.jsonl")[0] for run in ("first", "third", "fourth", "fifth")]
+    assert [start["inputs"]["kind"] for start in starts] == ["table", "text", "series", "table"]
+    assert starts[0]["client_names"] == ["harbour", "hill", "north"]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert passing(tmp_path / "test_mine.py") == 2
+    del sys.modules["mine"]
 
 
 @pytest.mark.skipif(

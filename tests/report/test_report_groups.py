@@ -50,9 +50,9 @@ def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
         assert spread.runs == 2
     assert row.seeds == 2
     assert row.note == ""
-    assert columns([row]) == [m for m in COLUMNS if not m.key.startswith(("query_", "leakage/", "personal_", "own_test_"))], (
-        "nobody asked for anything"
-    )
+    assert columns([row]) == [
+        m for m in COLUMNS if not m.key.startswith(("query_", "leakage/", "personal_", "own_test_"))
+    ], "nobody asked for anything"
 
 
 def test_a_second_run_of_a_seed_is_left_out(some_runs: Path) -> None:

@@ -126,7 +126,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print()
     one_round = explained.arithmetic(prepared)
     screen.print(terminal.table(["what", "how much"], one_round.lines()))
-    _explain_measures(explained.costs(prepared, one_round))
+    for line in explained.told_of_examples(prepared):
+        screen.print(f"data: {line}", soft_wrap=True)
+    _explain_measures(explained.costs(prepared, one_round), one_round.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
     screen.print(terminal.table(["network", "parameters", "has"], networks))
@@ -135,7 +137,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         _explain_queries(*who_asks(prepared))
         classes, split_now = prepared.dataset.classes, dealt_out(prepared.sites)
         counts = split_now.counts(len(classes)) if split_now else ()
-        screen.print(terminal.drawn_split(counts, classes, min(screen.width, 160)))
+        tests = {client: len(own) for client, own in prepared.sites.own_tests.items()}
+        screen.print(terminal.drawn_split(counts, classes, min(screen.width, 160), names=prepared.names, tests=tests))
     return 0
 
 
@@ -167,12 +170,12 @@ def list_(
     return 0
 
 
-def _explain_measures(costs: Sequence[Cost]) -> None:
+def _explain_measures(costs: Sequence[Cost], many: str) -> None:
     from fedstill.report import terminal
 
     screen = terminal.console(sentences=True)
     if costs:
-        head = ["measure", "what it is", "rounds", "images a round", "of training"]
+        head = ["measure", "what it is", "rounds", f"{many} a round", "of training"]
         screen.print()
         screen.print(terminal.table(head, [c.row for c in costs], words=2))
     for cost in costs:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedstill.data.form import IMAGES, MANY, About
+from fedstill.data.form import IMAGES, About
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 
@@ -43,7 +43,7 @@ class Dataset:
     @property
     def many(self) -> str:
         """What examples are, for people: "images", "texts"."""
-        return MANY[self.about.kind]
+        return self.about.many
 
 
 def examples_digest(examples: Examples) -> str:

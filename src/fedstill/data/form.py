@@ -56,8 +56,9 @@ class About:
     """What reading made of the examples of a data set.
 
     ``vocabulary``: how many token ids there are, 0 for numbers. ``owners``: their names, by number. ``columns``: those
-    that a table was made of; ``features``: the names of its inputs; ``marks``: which of these (positions) are 0 or 1
-    and are not standardised.
+    that a table was made of; ``categories``: those of them whose values are names, and these names; ``features``: the
+    names of its inputs; ``marks``: which of these (positions) are 0 or 1 and are not standardised.
+    ``tokenizer``: what made ids of texts, as in ``Form``; ``tokenizer_sha``: the SHA-256 of its file, if it is one.
     ``notes``: what was left out or cut, a sentence each.
     """
 
@@ -65,9 +66,22 @@ class About:
     vocabulary: int = 0
     owners: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
+    categories: tuple[tuple[str, tuple[str, ...]], ...] = ()
     features: tuple[str, ...] = ()
     marks: tuple[int, ...] = ()
+    tokenizer: str = ""
+    tokenizer_sha: str = ""
     notes: tuple[str, ...] = ()
+
+    @property
+    def many(self) -> str:
+        """What examples are, for people: "images", "texts"."""
+        return MANY[self.kind]
+
+    @property
+    def many_or_examples(self) -> str:
+        """The word in a sentence that counts: "images", or else "examples"."""
+        return self.many if self.kind == "image" else "examples"
 
 
 IMAGES = About()

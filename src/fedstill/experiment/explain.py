@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedstill import docstrings, registry
+from fedstill.data.inputs import examples_are
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
@@ -42,6 +43,7 @@ class Arithmetic:
     engine: str
     answer: str
     rates: str
+    many: str = "images"
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
@@ -50,7 +52,7 @@ class Arithmetic:
             ("answer", self.answer),
             ("clients a round", f"{self.clients}"),
             ("examples a round", f"{self.examples:,}"),
-            ("images trained on a round", f"{self.trained:,}"),
+            (f"{self.many} trained on a round", f"{self.trained:,}"),
             ("optimiser steps a round", f"{self.steps:,}"),
             ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
             ("learning rates", self.rates),
@@ -80,7 +82,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
             if client != SERVER:  # what the server computes itself is not sent
                 down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
             own = _steps(prepared, stage, count)
-            examples, steps, trained = examples + count, steps + own, trained + _images(prepared, stage, count, own)
+            examples, steps, trained = examples + count, steps + own, trained + _trained(prepared, stage, count, own)
     return Arithmetic(
         stages=_shown(stages),
         clients=len(acting - {SERVER}),
@@ -95,25 +97,26 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         engine=_engine(prepared),
         answer=_answer(settings.method),
         rates=_rates(settings.plans, settings.rounds),
+        many=prepared.dataset.about.many_or_examples,
     )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a measure costs: in how many rounds it looks, how many images it runs through a network in each, and these
-    as a share of the run's training, of which each image and epoch counts as three.
+    """What a measure costs: in how many rounds it looks, how many examples it runs through a network in each, and these
+    as a share of the run's training, of which each example and epoch counts as three.
     """
 
     name: str
     about: str
     rounds: int
-    images: int
+    looked: int
     share: float
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
         """As a person reads it."""
-        return self.name, self.about, f"{self.rounds}", f"{self.images:,}", f"{100 * self.share:.0f} %"
+        return self.name, self.about, f"{self.rounds}", f"{self.looked:,}", f"{100 * self.share:.0f} %"
 
 
 def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
@@ -124,9 +127,9 @@ def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
     for path, (name, measure) in zip(settings.measure, measures(settings.measure).items(), strict=True):
         times = 1 if measure.only_last else rounds
         looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
-        images = looks * measure.examples(len(test) if test else 0, one_round.clients, one_round.examples)
-        share = times * images / max(1, 3 * one_round.trained * one_round.rounds)
-        out.append(Cost(name, registry.lookup("measure", path).summary, times, images, share))
+        looked = looks * measure.examples(len(test) if test else 0, one_round.clients, one_round.examples)
+        share = times * looked / max(1, 3 * one_round.trained * one_round.rounds)
+        out.append(Cost(name, registry.lookup("measure", path).summary, times, looked, share))
     return out
 
 
@@ -207,7 +210,7 @@ def _steps(prepared: Prepared, stage: Stage, examples: int) -> int:
     return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
 
 
-def _images(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
+def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
     plan = prepared.world.plans.get(stage.name)
     return 0 if plan is None else plan.epochs * examples if not plan.steps else steps * min(plan.batch, examples)
 
@@ -216,6 +219,12 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
     if stages[0].hop:
         return (f"{len(stages)} × {stages[0].name}, one client after another",)
     return tuple(f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages)
+
+
+def told_of_examples(prepared: Prepared) -> list[str]:
+    """What examples are and what reading them left out, a sentence each; of images only what was left out."""
+    kind = examples_are(prepared.sites.inputs.stored(prepared.dataset.train.values))
+    return [*([kind] if kind else []), *prepared.notes]
 
 
 def models(prepared: Prepared) -> list[tuple[str, int, str]]:

@@ -29,6 +29,7 @@ from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
 from fedstill.report.refused import refused
 from fedstill.report.targets import targets
+from fedstill.report.told_data import data_section
 from fedstill.report.weights import personal, weight_changes
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -68,6 +69,7 @@ def page(compared: Sequence[Group]) -> str:
         heterogeneity(compared),
         sensitivity(compared),
         sections.class_maps(compared, style),
+        data_section(compared),
         split_section(compared),
         noise_probes(compared),
         knowledge(compared, style),

@@ -6,7 +6,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, cast
 
 from rich.console import Console
@@ -18,6 +19,9 @@ from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS, PERSONAL
 
 SHADES = " ░▒▓█"
+
+MOST_OF_NAME = 30
+"""Letters of a client's name that are shown beside its row of a split."""
 
 GAP = 2
 """Columns between two columns of a table."""
@@ -97,12 +101,22 @@ def table_in_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width:
         yield table([columns[k] for k in part], [[row[k] for k in part] for row in rows], narrow=True)
 
 
-def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: int = 80, most: int = 40) -> Text:
+def drawn_split(
+    counts: Sequence[Sequence[int]],
+    classes: Sequence[str],
+    width: int = 80,
+    most: int = 40,
+    names: Sequence[str] = (),
+    tests: Mapping[int, int] = MappingProxyType({}),
+) -> Text:
     """The split drawn: a row for each client, a mark for each class (or a few), darker where the client has more.
 
-    Of more clients than ``most`` the first are drawn, and the others counted.
+    Of more clients than ``most`` the first are drawn, and the others counted. names: what clients are called in the
+    data. tests: how many examples their own test sets have.
     """
-    room = max(10, width - 40)
+    shown = [str(name)[:MOST_OF_NAME] for name in names[:most]] or [str(c) for c in range(min(most, len(counts)))]
+    side = max(6, *map(len, shown)) if shown else 6
+    room = max(10, width - side - 34 - (20 if tests else 0))
     grouped = -(-len(classes) // room)
     wide = 2 if 2 * len(classes) <= room else 1
     rows = [[sum(row[i : i + grouped]) for i in range(0, len(row), grouped)] for row in counts[:most]]
@@ -116,9 +130,11 @@ def drawn_split(counts: Sequence[Sequence[int]], classes: Sequence[str], width: 
     )
     for client, row in enumerate(rows):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
-        text.append(f"{client:>6}  {cells}  {sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes\n")
+        has = f"{sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes"
+        own = f", own test {tests[client]:,}" if client in tests else ", no own test" if tests else ""
+        text.append(f"{shown[client]:>{side}}  {cells}  {has}{own}\n")
     if len(counts) > most:
-        text.append(f"{'…':>6}  and {len(counts) - most:,} more clients\n")
+        text.append(f"{'…':>{side}}  and {len(counts) - most:,} more clients\n")
     return text
 
 

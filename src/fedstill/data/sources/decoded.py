@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedstill.data.cache_folder import cache_folder
 from fedstill.data.form import IMAGES, About
 
-LAYOUT = 2
+LAYOUT = 3
 """Raised when what is written changes, so that older entries are not read."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]
@@ -61,6 +61,16 @@ def kept(name: str, origin: Mapping[str, Any], decode: Callable[[], Decoded]) ->
         lock.release()
 
 
+def about_of(said: Mapping[str, Any]) -> About:
+    """What was read, as JSON has it; raises TypeError for another's fields."""
+    return About(**{name: _frozen(value) for name, value in said.items()})
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, however deep."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
 def _fill(folder: Path, fresh: Decoded) -> Decoded:
     try:
         _write(folder, fresh)
@@ -75,8 +85,7 @@ def _read(folder: Path) -> Decoded | None:
         splits = {split: _read_split(folder, split, shape) for split, shape in told["splits"].items()}
         owners = {split: _labels(folder, split, "owners", len(splits[split][1])) for split in told["owned"]}
         classes = told["classes"]
-        said: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told["about"].items()}
-        about = About(**said)
+        about = about_of(told["about"])
     except (OSError, EOFError, ValueError, KeyError, TypeError):
         return None
     return Decoded(splits, None if classes is None else tuple(classes), owners, about=about)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
-from fedstill.errors import ConfigError, DataError, UnknownName
+from fedstill.errors import ConfigError, DataError, FedstillError, UnknownName
 from fedstill.files import short_name
+from fedstill.origin import of_kind, reason
 from fedstill.registry import lookup, names
 
 FORM = tuple(field.name for field in dataclass_fields(Form))
@@ -47,14 +48,14 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
     name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet,
     CSV or NPZ file or to a folder of parquet or CSV files or of images by class, ``"owner/name"`` on the Hugging Face
     hub, or one's own function ``"mine.py:data"``, which returns a Dataset (it is given ``folder``, if it has that
-    parameter).
+    parameter; all others need a default).
     folder: the folder of local data; default: the environment's ``FEDSTILL_DATA``.
     fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size),
     ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
     Raises DataError for data that are absent, damaged or not what their name promises, UnknownName for no such name.
     """
-    if not name.partition(":")[0].endswith(".py"):  # what one's own function raises is its own
+    if not name.partition(":")[0].endswith(".py"):  # of one's own function the line is said that raised
         with in_one_line(name):
             return _loaded(name, folder, base, fields)
     return _loaded(name, folder, base, fields)
@@ -67,13 +68,35 @@ def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dic
     entry = lookup("dataset", name, base)
     _refuse_unknown(name, fields, entry.fields)
     given = {"folder": folder} if "folder" in inspect.signature(entry.target).parameters else {}
-    data = entry.build(**given, **fields)
+    if not path.endswith(".py"):
+        return _a_dataset(name, entry.build(**given, **fields))
+    _refuse_required(name, entry.target, {*given, *fields})
+    try:
+        data = entry.build(**given, **fields)
+    except FedstillError:
+        raise
+    except Exception as error:
+        raise DataError(f"dataset {short_name(name)!r}: {reason(error, entry.target)}") from error
+    return _a_dataset(name, data)
+
+
+def _a_dataset(name: str, data: object) -> Dataset:
     if not isinstance(data, Dataset):
         raise ConfigError(
-            f"dataset {short_name(name)!r} gave a {type(data).__name__}; it must return a Dataset, as "
-            "fedstill.from_tensors makes one"
+            f"dataset {short_name(name)!r} gave {of_kind(data)}; it must return a Dataset, as fedstill.from_tensors "
+            "makes one"
         )
     return data
+
+
+def _refuse_required(name: str, target: Callable[..., Any], given: Collection[str]) -> None:
+    plain = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.default is parameter.empty and parameter.kind not in plain and parameter.name not in given:
+            raise ConfigError(
+                f"dataset {short_name(name)!r} has a parameter {parameter.name!r} without a default; it is given the "
+                "parameter folder only, so give the others a default"
+            )
 
 
 def load_known(known: Known, folder: str | Path | None, size: int | None = None) -> Dataset:

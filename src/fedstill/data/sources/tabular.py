@@ -19,6 +19,7 @@ from fedstill.data.sources.columns import with_ids
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.kinds import InputColumns
 from fedstill.data.sources.nested import nested
+from fedstill.data.sources.table_rows import begins, numbers, table_rows, with_features, with_marks
 from fedstill.data.sources.text import encoded
 from fedstill.errors import DataError
 
@@ -61,7 +62,7 @@ def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
         own = b"".join(str(text).encode() + b"\0" for text in table[form.input].to_pylist())
     elif form.kind == "table":
         numeric = [name for name in form.columns if _numeric(table[name].type)]
-        own = np.stack([_numbers(table[name]) for name in numeric], 1).astype("<f4").tobytes() if numeric else b""
+        own = np.stack([numbers(table[name]) for name in numeric], 1).astype("<f4").tobytes() if numeric else b""
     else:
         own = nested("", table[form.input], 1 if form.kind == "vector" else 2, form.length).astype("<f4").tobytes()
     small = all(isinstance(label, int) and 0 <= label < 256 for label in labels)
@@ -71,30 +72,17 @@ def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
 
 def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
     form, named = inputs.form, dict(inputs.form.categorical)
-    parts: dict[str, list[Floats]] = {split: [] for split in tables}
-    features: list[str] = []
-    marks: list[int] = []
-    begins: dict[str, int] = {}
-    for name in form.columns:
-        begins[name] = len(features)
-        if name not in named:
-            features.append(name)
-            for split, table in tables.items():
-                parts[split].append(_numbers(table[name])[:, None])
-            continue
-        names = Categories.of(what, name, named[name], tables.get("train", next(iter(tables.values())))[name])
-        features += [f"{name}={value}" for value in names.values]
-        marks += range(begins[name], len(features))
-        for split, table in tables.items():
-            parts[split].append(names.encoded(f"{what}, {split}", table[name]))
-    values = {split: np.concatenate(own, axis=1) for split, own in parts.items()}
+    train = tables.get("train", next(iter(tables.values())))
+    each = tuple((n, Categories.of(what, n, named[n], train[n]).values) for n in form.columns if n in named)
+    about = with_features(replace(about, columns=form.columns, categories=each))
+    values = {split: table_rows(f"{what}, {split}", table, about) for split, table in tables.items()}
     if form.marks:
-        gaps = [n for n, at in begins.items() if any(bool(np.isnan(own[:, at]).any()) for own in values.values())]
-        marks += range(len(features), len(features) + len(gaps))
-        features += [f"{name} is missing" for name in gaps]
-        at = [begins[name] for name in gaps]
-        values = {s: np.concatenate([v, np.isnan(v[:, at]).astype(np.float32)], axis=1) for s, v in values.items()}
-    return values, replace(about, columns=form.columns, features=tuple(features), marks=tuple(marks))
+        own = [np.isnan(rows).any(0) for rows in values.values()]
+        gaps = np.logical_or.reduce(own)
+        missing = tuple(name for name, at in begins(about).items() if gaps[at])
+        about, before = with_features(about, missing), about
+        values = {split: with_marks(rows, before, missing) for split, rows in values.items()}
+    return values, about
 
 
 def _lists(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
@@ -108,16 +96,17 @@ def _lists(what: str, tables: Tables, inputs: InputColumns, about: About) -> tup
 def _texts(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Any], About]:
     form, out = inputs.form, {}
     notes: list[str] = []
-    vocabulary = 0
+    vocabulary, sha = 0, ""
     for split, table in tables.items():
         column = table[form.input]
         if column.null_count:
             at = int(np.flatnonzero(column.is_null().to_numpy())[0])
             raise DataError(f"{what}, {split}: example {at} has no text; leave it out, or write an empty one")
         ids = encoded(column.to_pylist(), form.tokenizer, form.vocabulary, form.length or LENGTH)
-        out[split], vocabulary = ids.ids, ids.vocabulary
+        out[split], vocabulary, sha = ids.ids, ids.vocabulary, ids.sha
         notes.append(f"{split}: {100 * ids.cut:.1f} % of the texts are longer than {form.length or LENGTH} tokens: cut")
-    return out, replace(about, vocabulary=vocabulary, notes=(*about.notes, *notes))
+    own = {"vocabulary": vocabulary, "tokenizer": form.tokenizer, "tokenizer_sha": sha}
+    return out, replace(about, **own, notes=(*about.notes, *notes))  # type: ignore[arg-type]
 
 
 MAKERS: Mapping[str, Callable[..., tuple[dict[str, Any], About]]] = {
@@ -130,13 +119,6 @@ MAKERS: Mapping[str, Callable[..., tuple[dict[str, Any], About]]] = {
 
 def _numeric(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
-
-
-def _numbers(column: pa.ChunkedArray) -> Floats:
-    """A column of numbers, NaN where one is missing."""
-    plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
-    numbers: Floats = plain.cast(pa.float64()).to_numpy().astype(np.float32)
-    return numbers
 
 
 def _owners(tables: Tables, column: str) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_k
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.sharing import Shared, divided
+from fedstill.experiment.preparing.standardising import PLAIN, Standard
 from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
 from fedstill.method import ONLY_FIT
@@ -43,7 +44,7 @@ class Prepared:
     """A run that is ready to start; its settings name the engine that ``auto`` has chosen.
 
     ``notes``: what reading and splitting the data left out or took as it was, a sentence each; ``names``: what clients
-    are called in the data.
+    are called in the data. ``by``: whose mean and spread standardises examples.
     """
 
     settings: Settings
@@ -52,6 +53,7 @@ class Prepared:
     sites: SiteViews
     notes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    by: Standard = PLAIN
 
     def engine(self, memory: Memory | None = None, *, site: bool = False, measured: bool = True) -> SerialEngine:
         """The engine that carries stages out in this process, as the settings name it.
@@ -112,7 +114,9 @@ def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut 
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
-    return Prepared(resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes, shared.names)
+    return Prepared(
+        resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes, shared.names, shared.by
+    )
 
 
 def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:

@@ -23,6 +23,15 @@ Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 STANDARDISED = ("table", "series")
 """Kinds of inputs whose columns or channels have units of their own."""
 
+WHOSE: Mapping[Origin, str] = {
+    "declared": "the mean and spread that are declared",
+    "pooled": "the mean and spread of all clients' training rows together, which only a simulation can do",
+    "summed": "the mean and spread of all clients' training rows, from sums that the clients send",
+    "server": "the mean and spread of the public set",
+    "own": "each client's own mean and spread",
+}
+"""By what columns are standardised, for people."""
+
 Parts = Sequence[Tensor] | Mapping[int, Tensor]
 
 
@@ -84,7 +93,7 @@ def standard(
     if origin == "declared":
         if not declared:
             raise ConfigError("data.standardise = 'declared' needs data.mean and data.std, one number a column")
-        return Standard("declared", *declared)
+        return Standard("declared", *declared, notes=(_whose("declared", dataset),))
     if settings.on_sites and origin in ("pooled", "own"):
         raise ConfigError(
             f"data.standardise = {origin!r} would use data that sites keep; write data.mean and data.std, or set "
@@ -112,7 +121,7 @@ def _taken(
             )
         return _said(origin, summed([train.values[part] for part in each.values()], fixed), dataset)
     own = {client: moments(train.values[part], fixed) for client, part in each.items()}
-    return Standard("own", by_client=own, notes=("each client's columns have a mean and a spread of their own",))
+    return Standard("own", by_client=own, notes=(_whose("own", dataset),))
 
 
 def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -141,8 +150,13 @@ def _without(settings: Settings, train: Examples) -> Standard:
 def _said(origin: Origin, own: Moments, dataset: Dataset) -> Standard:
     names = dataset.about.features or tuple(f"channel {i}" for i in range(len(own.mean)))
     constant = [names[i] for i in own.constant]
-    notes = (f"constant, and left at 0: {', '.join(constant[:20])}",) if constant else ()
+    notes = (_whose(origin, dataset), *((f"constant, and left at 0: {', '.join(constant[:20])}",) if constant else ()))
     return Standard(origin, own.mean, own.std, notes=notes)
+
+
+def _whose(origin: Origin, dataset: Dataset) -> str:
+    what = "channels" if dataset.about.kind == "series" else "columns"
+    return f"{what} are standardised by {WHOSE[origin]}"
 
 
 def _scaled(values: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.preparing.standardising import Standard
 
 MOST_NAMES = 10_000
 """Clients of more are known by their numbers alone."""
@@ -21,7 +22,7 @@ def told_of_data(
     data, networks, names = prepared.dataset, prepared.world.client_models, prepared.names
     told: dict[str, Any] = {
         "classes": list(data.classes),
-        "inputs": prepared.sites.inputs.stored(data.train.values),
+        "inputs": {**prepared.sites.inputs.stored(data.train.values), **_standardised(prepared.by)},
         "test_counts": test_counts,
         **asked,
     }
@@ -32,3 +33,12 @@ def told_of_data(
     if prepared.notes:
         told["notes"] = list(prepared.notes)
     return told
+
+
+def _standardised(by: Standard) -> dict[str, Any]:
+    """Whose mean and spread standardises; and each client's own, where clients have such."""
+    if by.origin == "none":
+        return {}
+    own = by.by_client or {}
+    each = {str(c): {"mean": list(m.mean), "std": list(m.std)} for c, m in sorted(own.items())}
+    return {"standardise": by.origin, **({"by_client": each} if 0 < len(each) <= MOST_NAMES else {})}

@@ -16,9 +16,9 @@ STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def as_code(network: nn.Module, example: Tensor) -> tuple[str, dict[str, Tensor]]:
-    """The lines of a function of ``weights`` and ``images`` that gives ``(logits,)``, and its weights by name.
+    """The lines of a function of ``weights`` and ``examples`` that gives ``(logits,)``, and its weights by name.
 
-    example: normalised images (2, channels, height, width). Raises ConfigError for a network that cannot be traced, or
+    example: two normalised examples (2, …). Raises ConfigError for a network that cannot be traced, or
     whose trace is more than calls of torch's own functions.
     """
     program = exported(network, example)
@@ -33,22 +33,22 @@ def as_code(network: nn.Module, example: Tensor) -> tuple[str, dict[str, Tensor]
             lines.append(f"{argument.name} = weights[{name!r}]")
         elif spec.kind is not InputKind.USER_INPUT:
             raise _refused(f"it takes {spec.kind.name}")
-        elif argument.name != "images":
-            lines.append(f"{argument.name} = images")
+        elif argument.name != "examples":
+            lines.append(f"{argument.name} = examples")
     if [spec.kind for spec in program.graph_signature.output_specs] != [OutputKind.USER_OUTPUT]:
         raise _refused("it changes its own buffers, or gives more than logits")
     return "\n".join(f"    {line}" for line in [*lines, *_calls(program)]), kept
 
 
 def _calls(program: ExportedProgram) -> Iterator[str]:
-    """The traced calls, one a line, on the device of the images; without those that only check."""
+    """The traced calls, one a line, on the device of the examples; without those that only check."""
     code = program.graph_module.graph.python_code("self")
     _, _, body = code.src.partition("def forward(")
     for line in map(str.strip, body.splitlines()[1:]):
         if "self." in line:
             raise _refused("it has parts that torch.export alone can run")
         if line and "torch.ops.aten._assert" not in line:
-            yield line.replace("device(type='cpu')", "images.device")
+            yield line.replace("device(type='cpu')", "examples.device")
 
 
 def _refused(why: str) -> ConfigError:

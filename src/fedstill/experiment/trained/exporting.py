@@ -20,7 +20,7 @@ from fedstill.experiment.trained.trained_model import OnlyCalled, TrainedModel
 from fedstill.files import make_folder, write_whole
 
 TRIED = (1, 7)
-"""How many images of noise an exported program is tried on, one batch after the other."""
+"""How many examples of noise an exported program is tried on, one batch after the other."""
 
 NEAR = 1e-3
 """How far the logits of an exported program may be from the model's, relative to the largest."""
@@ -55,6 +55,8 @@ def write_program(model: TrainedModel, path: Path) -> float:
 def write_onnx(model: TrainedModel, path: Path) -> float | None:
     """Write a model as ONNX: ``images`` in, as the model takes them, ``logits`` out, a batch of any size.
 
+    What is no image goes in as ``values``.
+
     The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how far its logits are
     off in onnxruntime; None if that is not installed. Raises ConfigError without onnx and onnxscript.
     """
@@ -67,11 +69,11 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     try:
         with quiet():
             made: Any = torch.onnx.export(
-                program, dynamo=True, input_names=["images"], output_names=["logits"], verbose=False
+                program, dynamo=True, input_names=[_name_of(model)], output_names=["logits"], verbose=False
             )
     except Exception as error:
         raise ConfigError(f"torch.onnx cannot translate the network: {on_one_line(error)}") from error
-    data = _described(made.model_proto, {"classes": model.classes, **model.about})
+    data = _described(made.model_proto, {"classes": model.classes, **_made_of(model), **model.about})
     away = _in_onnxruntime(model, data)
     make_folder(path.absolute().parent)
     write_whole(path, data)
@@ -100,12 +102,14 @@ def furthest(model: TrainedModel, other: Any) -> float:
     """
     away = 0.0
     for count in TRIED:
-        images = model.noise(count)
+        noise = model.noise(count)
         with torch.no_grad():
-            ours, theirs = model(images), torch.as_tensor(other(images))
+            ours, theirs = model(noise), torch.as_tensor(other(noise))
         finite = ours.isfinite()
         if theirs.shape != ours.shape or not torch.equal(finite, theirs.isfinite()):
-            raise FedstillError(f"the exported program gives other logits on {count} images of noise; it is not kept")
+            raise FedstillError(
+                f"the exported program gives other logits on {count} {model.inputs.many} of noise; it is not kept"
+            )
         scale = max(1.0, float(ours[finite].abs().max()) if bool(finite.any()) else 1.0)
         away = max([away, *((ours - theirs)[finite].abs() / scale).tolist()])
     if away > NEAR:
@@ -119,7 +123,16 @@ def _in_onnxruntime(model: TrainedModel, data: bytes) -> float | None:
     except ImportError:
         return None
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return furthest(model, lambda images: session.run(["logits"], {"images": images.numpy()})[0])
+    return furthest(model, lambda noise: session.run(["logits"], {_name_of(model): noise.numpy()})[0])
+
+
+def _name_of(model: TrainedModel) -> str:
+    return "images" if model.inputs.kind == "image" else "values"
+
+
+def _made_of(model: TrainedModel) -> dict[str, Any]:
+    """What an example is made of, where it is no image: for whoever makes examples without fedstill."""
+    return {} if model.inputs.kind == "image" else {"inputs": model.made_of}
 
 
 @contextlib.contextmanager

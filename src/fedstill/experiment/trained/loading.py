@@ -26,7 +26,7 @@ from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.evidence import SUFFIX, readable
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.provenance import sources
-from fedstill.experiment.trained.pixels import Pixels, pixels_of
+from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
 from fedstill.files import digest
 from fedstill.methods.local_only import answered, fitted
@@ -46,14 +46,16 @@ Versions = Mapping[int, tuple[str, str]]
 
 
 def load_model(run: Result | Path | str, client: int | None = None, data: Dataset | None = None) -> TrainedModel:
-    """The model that a run trained, with its normalisation inside, in evaluation mode.
+    """The model that a run trained, with its normalisation or standardisation inside, in evaluation mode.
 
     run: a result, or the run's directory; of a run that was stopped, the model of its last checkpoint. client: of a
     method that answers with a model for each client, whose; else left out. data: the run's data set, for a run that an
     earlier version began and did not write down what normalises the images.
-    Gives :class:`TrainedModel`: uint8 images in, logits out. On the run's test set, in batches of 100, it has the
-    accuracy that the run printed. The data are not read. Raises ConfigError for a directory without models, for a pack,
-    for a client without a model, and where a client must be named; CorruptFile for a file that is damaged.
+    Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's test set, in
+    batches of 100, it has the accuracy that the run printed. Where each client standardised its own columns, it takes
+    raw numbers with ``client``, and without it numbers that are standardised. The data are not read. Raises ConfigError
+    for a directory without models, for a pack, for a client without a model, and where a client must be named;
+    CorruptFile for a file that is damaged.
     """
     folder = run.directory if isinstance(run, Result) else Path(run)
     _refuse_pack(folder)
@@ -62,8 +64,8 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
     if not start:
         raise ConfigError(f"{folder} has no model yet: it stopped before it began; `fedstill resume {folder}`")
     _warn_of_changes(settings, start[0])
-    pixels = pixels_of(folder, settings, start[0], data)
-    world = _world(settings, start[0], pixels)
+    inputs = inputs_of(folder, settings, start[0], data, client)
+    world = _world(settings, start[0], inputs)
     state, versions = _last(folder)
     name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
     about = {
@@ -71,12 +73,12 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
         "network": _networks(predict),
         **_about(settings, state, (folder / "summary.json").is_file()),
         **({"own_after": sorted(settings.method.personal)} if client is not None else {}),
-        **_images(start[0]),
+        **_counted(start[0]),
+        **({"standardised": inputs.standardise} if inputs.standardise else {}),
         **{k: start[0][k] for k in VERSIONS if k in start[0]},
     }
-    return TrainedModel(
-        network_of(predict), start[0]["classes"], pixels.shape, pixels.mean, pixels.std, about, pixels.type
-    )
+    made = (network_of(predict), start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
+    return TrainedModel(*made, inputs.type, inputs.about)
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ def _refuse_pack(folder: Path) -> None:
         raise ConfigError(f"{folder} is packed, and a pack keeps what runs measured, not their models; run it again")
 
 
-def _world(settings: Settings, start: Mapping[str, Any], pixels: Pixels) -> RunWorld:
-    made = world_of(settings, pixels.shape, len(start["classes"]), settings.data.public)
+def _world(settings: Settings, start: Mapping[str, Any], inputs: StoredInputs) -> RunWorld:
+    made = world_of(settings, inputs.shape, len(start["classes"]), settings.data.public, inputs.about.vocabulary)
     if settings.train_only:  # what stays as it is, is in that file alone
         made = started(settings, made)
     return replace(made, queries={int(c): tuple(asked) for c, asked in start.get("queries", {}).items()})
@@ -170,13 +172,13 @@ def _networks(predict: Callable[[Tensor], Tensor]) -> str:
     return ", ".join(f"{count} x {kind}" if len(each) > 1 else kind for kind, count in kinds.items()) or "unknown"
 
 
-def _images(start: Mapping[str, Any]) -> dict[str, int]:
-    """How many images clients had, and how many the test set, as far as the run knew."""
+def _counted(start: Mapping[str, Any]) -> dict[str, int]:
+    """How many examples clients had, and how many the test set, as far as the run knew."""
     counted = {
-        "train_images": start["split"]["examples"]
+        "train_examples": start["split"]["examples"]
         if "split" in start
         else sum(map(sum, start.get("label_counts", []))),
-        "test_images": sum(start.get("test_counts", [])),
+        "test_examples": sum(start.get("test_counts", [])),
     }
     return {name: count for name, count in counted.items() if count}
 

@@ -22,15 +22,15 @@ sys.path.insert(0, "PATH/TO/THIS/FOLDER")
 from model import Classifier
 
 model = Classifier.load()
-logits = model(images)  # {images}
+logits = model({many})  # {inputs}
 names = [model.classes[i] for i in logits.argmax(1)]
 ```"""
 
 FILES = {
     "model.safetensors": "the weights",
-    "config.json": "classes, image shape, normalisation, and what was trained on what",
+    "config.json": "classes, what goes in, normalisation, and what was trained on what",
     "model.py": "loads them with torch and safetensors alone; `python model.py` checks what a machine computes",
-    "check.safetensors": "images of noise and their logits, for that check",
+    "check.safetensors": "examples of noise and their logits, for that check",
 }
 
 
@@ -92,7 +92,7 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
         "## Accuracy and forgetting",
         *_results(model, measured),
         "## Use",
-        USE.format(images=_images(model)),
+        USE.format(many=_word(model), inputs=_inputs(model)),
         *_limits(model),
         "## Licence",
         "Not stated yet. Whoever shares this model states it here, after checking what the data allow.",
@@ -108,12 +108,12 @@ def _facts(model: TrainedModel) -> dict[str, str]:
     of = {"global": "the global model", "ensemble": "the ensemble of all clients' models"}.get(about["model"])
     what = of or f"the own model of {about['model']}"
     done = "" if about["finished"] else ", unfinished"
-    data = about["dataset"] + _count(about, "train_images", "training images")
+    data = about["dataset"] + _count(about, "train_examples", f"training {model.inputs.many_or_examples}")
     versions = [f"{k} {about[k]}" for k in ("fedstill", "torch", "numpy", "python") if k in about]
     return {
         "what": f"{what}, after round {about['round']} of {about['rounds']}{done}",
         "network": f"{about['network']}; {numbers:,} parameters",
-        "input": _images(model),
+        "input": _inputs(model),
         "output": f"logits (N, {len(model.classes)})",
         "method": f"{_with_fields(about, 'method')}{_summary(about['method'])}",
         "data": f"{data}, split by {_with_fields(about, 'partition')} over {about['clients']} clients",
@@ -127,8 +127,18 @@ def _count(about: Mapping[str, Any], key: str, what: str) -> str:
     return f", {about[key]:,} {what}" if key in about else ""
 
 
-def _images(model: TrainedModel) -> str:
+def _word(model: TrainedModel) -> str:
+    return model.inputs.many_or_examples
+
+
+def _inputs(model: TrainedModel) -> str:
     shape = f"(N, {', '.join(map(str, model.input_shape))})"
+    if model.inputs.kind == "text":
+        how = f"made by {model.made_of['tokenizer']}" if model.inputs.tokenizer else "as in the run's data"
+        return f"{shape}, token ids from 0 (padding) to {model.inputs.vocabulary - 1}, {how}"
+    if model.inputs.kind != "image":
+        inside = "; they are standardised inside, and NaN (missing) is the mean" if len(model.mean) else ""
+        return f"{shape}, {model.inputs.many}, numbers as in the run's data{inside}"
     if model.pixels != "uint8":
         return f"{shape}, floats as in the run's data"
     return f"{shape}, uint8 from 0 to 255 or floats from 0 to 1; they are normalised inside"
@@ -157,9 +167,9 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
     rows = [(name, _percent(now), _percent(gone + (now or 0)), _percent(gone)) for name, now, gone in each]
     later = "" if measured.round == model.about["round"] else " The model has been trained further since."
     mean = _percent(float(np.nanmean(lost)) if not np.isnan(lost).all() else None)
-    images = _count(model.about, "test_images", "images")
+    tested = _count(model.about, "test_examples", model.inputs.many_or_examples)
     return [
-        f"On the run's test set{images}, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
+        f"On the run's test set{tested}, after round {measured.round}: accuracy {_percent(measured.accuracy)}, "
         f"forgetting {mean}. Forgetting is how far a class is below its best earlier round, and the mean over the "
         f"classes.{later}",
         _table(["class", "accuracy", "best earlier round", "forgotten"], rows),
@@ -167,11 +177,9 @@ def _results(model: TrainedModel, measured: Measured | None) -> list[str]:
 
 
 def _limits(model: TrainedModel) -> list[str]:
-    lines = ["It knows these classes only: whatever is in an image, the answer is one of them."]
+    lines = ["It knows these classes only: whatever goes in, the answer is one of them."]
     if of_the_batch(model.network):
-        lines.append(
-            "Its normalisation uses the statistics of the batch; the accuracy above is for batches of 100 images."
-        )
+        lines.append("Its normalisation uses the statistics of the batch; the accuracy above is for batches of 100.")
     return ["## Limits", *lines]
 
 

@@ -1,15 +1,19 @@
-"""A trained model as people use it: images as they are go in, logits come out; the normalisation is inside."""
+"""A trained model as people use it: examples as they are go in, logits come out; the normalisation is inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fedstill.data.form import IMAGES, About
 from fedstill.data.inputs import channels_last
 from fedstill.errors import ConfigError
+from fedstill.experiment.trained.encoding import as_taken
 from fedstill.models.joined import module_of
 
 SLACK = 0.5
@@ -17,13 +21,17 @@ SLACK = 0.5
 
 
 class TrainedModel(nn.Module):
-    """A network with its normalisation inside, in evaluation mode.
+    """A network with its normalisation inside, in evaluation mode. Gives logits (N, C).
 
-    images: (N, channels, height, width), uint8 from 0 to 255 as a data set holds them, or floats from 0 to 1, the same
-    divided by 255. A run whose data are floats takes those as they are. Gives logits (N, C).
-    ``classes``: the names of the C classes; ``input_shape``: (channels, height, width); ``network``: the network alone,
-    for normalised images; ``mean``, ``std``: buffers, a number a channel; ``about``: what was trained on what (method,
-    data, seed, round, versions). Raises ConfigError for images of another shape, type or scale.
+    Of images (N, channels, height, width), uint8 from 0 to 255 as a data set holds them, or floats from 0 to 1, the
+    same divided by 255. A run whose images are floats takes those as they are. Of a table, vectors or series: numbers
+    as the data have them, (N, features) in the order of ``inputs.features``, names as columns of 0 and 1; they are
+    standardised inside, and NaN, a value that is missing, becomes the mean. Of texts: token ids (N, length).
+    ``encode`` makes these of rows and texts.
+    ``classes``: the names of the C classes; ``input_shape``: of one example; ``network``: the network alone, for what
+    is normalised already; ``mean``, ``std``: buffers, a number a channel or column; ``inputs``: what an example is
+    made of; ``about``: what was trained on what (method, data, seed, round, versions). Raises ConfigError for examples
+    of another shape, type or scale.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class TrainedModel(nn.Module):
         std: Sequence[float],
         about: Mapping[str, Any],
         pixels: str = "uint8",
+        inputs: About = IMAGES,
     ) -> None:
         super().__init__()
         self.network = network
@@ -42,47 +51,94 @@ class TrainedModel(nn.Module):
         self.input_shape = input_shape
         self.about = dict(about)
         self.pixels = pixels
+        self.inputs = inputs
+        image = inputs.kind == "image"
+        side = (-1, *[1] * (len(input_shape) - 1))
         self.mean: Tensor
         self.std: Tensor
-        self.register_buffer("mean", torch.tensor(tuple(mean), dtype=torch.float32).view(-1, 1, 1))
-        self.register_buffer("std", torch.tensor(tuple(std), dtype=torch.float32).view(-1, 1, 1))
+        for name, values in (("mean", mean), ("std", std)):
+            as_run = torch.tensor(tuple(values), dtype=torch.float32 if image else torch.float64)
+            self.register_buffer(name, as_run.view(side) if len(values) else as_run)
         self.eval()
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (N, C) of images."""
-        if not torch.compiler.is_compiling():
-            self._check(images)
-        return self.network(channels_last(self.normalised(images)))  # type: ignore[no-any-return]
+    @property
+    def made_of(self) -> dict[str, Any]:
+        """What an example is made of, without what is not so: kind, features, columns, names, tokenizer, ids."""
+        known = {k: v for k, v in asdict(self.inputs).items() if k not in ("owners", "notes") and v}
+        return {**known, "tokenizer": Path(self.inputs.tokenizer).name} if self.inputs.tokenizer else known
 
-    def normalised(self, images: Tensor) -> Tensor:
-        """Images as the network takes them."""
+    def forward(self, examples: Tensor) -> Tensor:
+        """Logits (N, C) of examples."""
+        if not torch.compiler.is_compiling():
+            self._check(examples)
+        return self.network(channels_last(self.normalised(examples)))  # type: ignore[no-any-return]
+
+    def encode(self, given: Any) -> Tensor:
+        """Examples as the model takes them: of a data frame or a list of dicts (a table), or of a list of texts.
+
+        A table has the run's columns, others are left out, and its names become columns of 0 and 1 as in the run;
+        texts become token ids as in the run. Raises ConfigError for other kinds, or where the run's data were tensors;
+        DataError for a column that lacks, or a value that the run did not know.
+        """
+        return as_taken(self.inputs, given, self.input_shape[-1])
+
+    def normalised(self, examples: Tensor) -> Tensor:
+        """Examples as the network takes them."""
+        if self.inputs.kind != "image":
+            return self._standardised(examples)
         if self.pixels != "uint8":
-            return images
-        scaled = images.to(torch.float32)
-        return ((scaled / 255 if images.dtype == torch.uint8 else scaled) - self.mean) / self.std
+            return examples
+        scaled = examples.to(torch.float32)
+        return ((scaled / 255 if examples.dtype == torch.uint8 else scaled) - self.mean) / self.std
 
     def noise(self, count: int) -> Tensor:
-        """Images (count, channels, height, width) of noise, the same each time: to try a model on."""
+        """Examples (count, …) of noise, the same each time: to try a model on."""
         draw = torch.Generator().manual_seed(0)
-        if self.pixels != "uint8":
-            return torch.randn(count, *self.input_shape, generator=draw)
-        return torch.randint(0, 256, (count, *self.input_shape), generator=draw, dtype=torch.uint8)
+        shape = (count, *self.input_shape)
+        if self.inputs.vocabulary:
+            return torch.randint(1, self.inputs.vocabulary, shape, generator=draw)
+        if self.pixels == "uint8":
+            return torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
+        noise = torch.randn(shape, generator=draw)
+        plain = self.inputs.kind == "image" or not len(self.mean)
+        return noise if plain else (noise * self.std.cpu() + self.mean.cpu()).to(torch.float32)
 
-    def _check(self, images: Tensor) -> None:
-        if tuple(images.shape[1:]) != self.input_shape:
+    def _standardised(self, examples: Tensor) -> Tensor:
+        if not examples.is_floating_point():
+            return examples.to(torch.int64)
+        numbers = examples.to(torch.float32)
+        if len(self.mean):
+            numbers = ((numbers.to(torch.float64) - self.mean) / self.std).to(torch.float32)
+        return numbers.nan_to_num(0.0)
+
+    def _check(self, examples: Tensor) -> None:
+        many = self.inputs.many
+        if tuple(examples.shape[1:]) != self.input_shape:
             shape = ", ".join(map(str, self.input_shape))
-            raise ConfigError(f"images must be (N, {shape}), not {tuple(images.shape)}; of one image, give image[None]")
-        whole = images.dtype == torch.uint8
-        if not (images.is_floating_point() or (whole and self.pixels == "uint8")):
+            one = "image" if many == "images" else "example"
+            raise ConfigError(
+                f"{many} must be (N, {shape}), not {tuple(examples.shape)}; of one {one}, give {one}[None]"
+            )
+        whole, kind = examples.dtype == torch.uint8, examples.dtype
+        if self.inputs.vocabulary:
+            if examples.is_floating_point() or examples.dtype == torch.bool:
+                raise ConfigError(f"texts are {kind}; give token ids, whole numbers, as encode(texts) makes them")
+            self._check_range(examples)
+            return
+        if not (examples.is_floating_point() or (whole and self.pixels == "uint8")):
             wanted = "uint8, or floats from 0 to 1" if self.pixels == "uint8" else "floats, as in the run's data"
-            raise ConfigError(f"images are {images.dtype}; give {wanted}")
-        if self.pixels == "uint8" and not whole and images.numel():
-            low, high = (float(end) for end in images.detach().aminmax())
+            raise ConfigError(f"{many} are {kind}; give {wanted}")
+        if self.pixels == "uint8" and not whole and examples.numel():
+            low, high = (float(end) for end in examples.detach().aminmax())
             if not -SLACK <= low <= high <= 1 + SLACK:
                 raise ConfigError(
                     f"float images must be from 0 to 1, and these are from {low:.3g} to {high:.3g}; "
                     "give pixels as they are, uint8, or divided by 255: the model normalises them itself"
                 )
+
+    def _check_range(self, ids: Tensor) -> None:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.inputs.vocabulary:
+            raise ConfigError(f"token ids must be from 0 to {self.inputs.vocabulary - 1}, 0 for padding")
 
 
 class OnlyCalled(nn.Module):

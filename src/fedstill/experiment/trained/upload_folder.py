@@ -33,15 +33,16 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigError(f"{place} is there already; name a new folder")
     lines, weights = as_code(model.network, channels_last(model.normalised(model.noise(2))))
-    images = model.noise(4)
+    noise = model.noise(4)
     with torch.no_grad():
-        check = {"images": images, "logits": model(images).contiguous()}
+        check = {"examples": noise, "logits": model(noise).contiguous()}
     config = {
         "classes": model.classes,
         "input_shape": model.input_shape,
         "pixels": model.pixels,
         "mean": model.mean.flatten().tolist(),
         "std": model.std.flatten().tolist(),
+        "inputs": model.made_of,
         "trained": model.about,
     }
     measured = measured_of(read_journal(run / "journal.jsonl"), model.about)
@@ -58,7 +59,7 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
         make_folder(made)
         for name, data in files.items():
             write_whole(made / name, data)
-        away = furthest(model, _loaded(made))
+        away = furthest(model, _loaded(made, noise))
         made.replace(place)
     return away
 
@@ -69,13 +70,13 @@ def _script(lines: str) -> str:
     return text.replace(LINES, lines)
 
 
-def _loaded(folder: Path) -> Any:
+def _loaded(folder: Path, like: torch.Tensor) -> Any:
     """What the folder's own script loads. Not imported: that would leave its bytecode there."""
     try:
         space = runpy.run_path(str(folder / "model.py"), run_name="model")
         model = space["Classifier"].load(folder)
         with torch.no_grad():
-            model(torch.zeros(1, *model.input_shape))
+            model(torch.zeros(1, *model.input_shape, dtype=like.dtype))
         return model
     except FedstillError:
         raise

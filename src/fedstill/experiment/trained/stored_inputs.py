@@ -1,45 +1,61 @@
-"""What a run's images are, and what normalises them: as its journal says; of older runs, the catalogue or the data."""
+"""What a run's model takes, and what normalises it: as its journal says; of older runs, the catalogue or the data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from fedstill.data.examples import Dataset
+from fedstill.data.form import IMAGES, MANY, About
 from fedstill.data.sources import catalog
 from fedstill.data.sources.catalog import Known
+from fedstill.data.sources.decoded import about_of
 from fedstill.errors import ConfigError, CorruptFile, DataError, UnknownName
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.prepared import read_data, with_pixels
 
 Shape = tuple[int, ...]
 
+ENCODING = tuple(field.name for field in fields(About) if field.name not in ("owners", "notes"))
+"""What the event says of other examples than images, so that new ones can be made as the run's were."""
+
 
 @dataclass(frozen=True)
-class Pixels:
-    """An image's shape (channels, height, width), the type of its numbers, the mean and spread of each channel."""
+class StoredInputs:
+    """An example's shape, the type of its numbers, the mean and spread of each channel or column, and what it is.
+
+    ``mean``, ``std``: none where numbers go in as they are, or where each client standardised its own.
+    """
 
     shape: Shape
     mean: tuple[float, ...]
     std: tuple[float, ...]
     type: str = "uint8"
+    about: About = IMAGES
+    standardise: str = ""
 
 
-def pixels_of(folder: Path, settings: Settings, start: Mapping[str, Any], data: Dataset | None = None) -> Pixels:
-    """What a run's images are, as its event ``start`` says.
+def inputs_of(
+    folder: Path,
+    settings: Settings,
+    start: Mapping[str, Any],
+    data: Dataset | None = None,
+    client: int | None = None,
+) -> StoredInputs:
+    """What a run's examples are, as its event ``start`` says; where clients have their own mean and spread, a client's.
 
     Versions before 0.1.0 was released did not write it down. Then it is that of ``data``, or of the catalogue's data
     set of that name, or of the data set that the run names, if it is here. Raises ConfigError where none of them is;
     CorruptFile for a malformed event.
     """
     if (stored := start.get("inputs")) is not None:
-        return _stored(folder, stored)
+        return _stored(folder, stored, client)
     if data is None and (known := _known(settings)) is not None:
         own = settings.data
         mean, std = (_each(v, u, known.shape[0]) for v, u in ((own.mean, known.mean), (own.std, known.std)))
-        return Pixels(known.shape, mean, std)
+        return StoredInputs(known.shape, mean, std)
     try:
         dataset = with_pixels(data or read_data(settings), settings.data)
     except (DataError, UnknownName) as error:
@@ -48,17 +64,22 @@ def pixels_of(folder: Path, settings: Settings, start: Mapping[str, Any], data: 
             f"are not here; give them: load_model(run, data=...) ({error})"
         ) from error
     kind = str(dataset.train.values.dtype).removeprefix("torch.")
-    return Pixels(dataset.input_shape, dataset.mean, dataset.std, kind)
+    return StoredInputs(dataset.input_shape, dataset.mean, dataset.std, kind, dataset.about)
 
 
-def _stored(folder: Path, stored: Any) -> Pixels:
+def _stored(folder: Path, stored: Any, client: int | None) -> StoredInputs:
     try:
-        channels, height, width = (int(n) for n in stored["shape"])
-        mean, std = (tuple(float(v) for v in stored[k]) for k in ("mean", "std"))
-        if not len(mean) == len(std) == channels or min(channels, height, width, *std) <= 0:
-            raise ValueError(f"a mean and a spread above 0 for each of {channels} channels are needed")
-        return Pixels((channels, height, width), mean, std, str(stored["pixels"]))
-    except (KeyError, TypeError, ValueError) as error:
+        shape = tuple(int(n) for n in stored["shape"])
+        about = about_of({k: stored[k] for k in ENCODING if k in stored})
+        own = stored.get("by_client", {}).get(str(client), stored)
+        mean, std = (tuple(float(v) for v in own[k]) for k in ("mean", "std"))
+        given = bool(mean or std) or about.kind == "image"
+        if about.kind not in MANY or len(shape) != (3 if about.kind == "image" else len(shape) or 1):
+            raise ValueError(f"{about.kind!r} of shape {shape} is unknown")
+        if (given and not len(mean) == len(std) == shape[0]) or min(*shape, *std, 1) <= 0:
+            raise ValueError(f"a mean and a spread above 0 for each of {shape[0]} channels or columns are needed")
+        return StoredInputs(shape, mean, std, str(stored["pixels"]), about, str(stored.get("standardise", "")))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptFile(f"{folder / 'journal.jsonl'}: the start event's inputs are malformed: {error}") from error
 
 

@@ -1,0 +1,241 @@
+"""``load_model`` and ``export`` for tables, vectors, series and texts: raw rows in, the run's own logits out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import kinds
+from fedstill.cli import call
+from fedstill.data.examples import Dataset
+from fedstill.engines.passes import shards
+from fedstill.errors import ConfigError, DataError
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run, settings_of
+from fedstill.experiment.trained.loading import load_model
+from fedstill.models.contract import predictor
+
+Runs = Callable[[str], Path]
+
+COLUMNS = {"age": (30.0, 8.0), "pressure": (120.0, 15.0)}
+WORDS = ("left", "right", "up", "down")
+
+
+def table(folder: Path) -> dict[str, object]:
+    """A file of a table in which a value is missing, and one column holds names; and the keys that read it."""
+    draw = np.random.default_rng(0)
+    lines = ["age,pressure,ward,home,label"]
+    for i in range(120):
+        label = i % 2
+        age, pressure = (mean + spread * (label + draw.normal()) for mean, spread in COLUMNS.values())
+        lines.append(f"{'' if i % 7 == 3 else f'{age:.2f}'},{pressure:.2f},{WORDS[i % 3]},{'ab'[i // 60]},{label}")
+    (folder / "wards.csv").write_text("\n".join(lines) + "\n")
+    own = {"columns": ("age", "pressure", "ward"), "categorical": ("ward",), "missing": "mean", "missing_marks": True}
+    return {"name": str(folder / "wards.csv"), **own}
+
+
+def texts(folder: Path) -> dict[str, object]:
+    draw = np.random.default_rng(0)
+    said = [" ".join(draw.choice([*WORDS, WORDS[i % 2], WORDS[i % 2]], 6)) for i in range(100)]
+    lines = [f'"{text}",{i % 2}' for i, text in enumerate(said)]
+    (folder / "said.csv").write_text("\n".join(["text,label", *lines]) + "\n")
+    return {"name": str(folder / "said.csv"), "vocabulary": 50, "length": 5}
+
+
+def experiment(data: object, **fields: object) -> Experiment:
+    own = {"rounds": 2, "topology": {"clients": 3}, "plan": {"epochs": 1, "batch": 10}, "threads": 1, "measure": ()}
+    return Experiment(data=data, **{**own, **fields})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The directory of a run on each kind, made once; tables and texts from files, the others from tensors."""
+    known: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            known[kind] = folder / "run"
+            if kind in ("table", "text"):
+                run(experiment(table(folder) if kind == "table" else texts(folder)), known[kind])
+            else:
+                run(experiment({}, model=kinds.NETWORKS[kind]), known[kind], data=data_of(kind))
+        return known[kind]
+
+    return of
+
+
+def data_of(kind: str) -> Dataset | None:
+    return kinds.small_data(kind) if kind == "series" else None
+
+
+def raw_test(folder: Path, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The test set before it is standardised, and the run's own logits on it."""
+    ready = prepare(settings_of(folder), data_of(kind))
+    test = ready.sites.common_test
+    assert test is not None
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    predict = predictor(ready.world.server_model, state)
+    with torch.no_grad():
+        own = torch.cat([predict(inputs) for inputs in shards(test.values, ready.sites.inputs)])
+    return ready.dataset.test.values, own
+
+
+@pytest.mark.parametrize("kind", ["table", "series", "text"])
+def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs: Runs) -> None:
+    folder = runs(kind)
+    model = load_model(folder)
+    raw, own = raw_test(folder, kind)
+    with torch.no_grad():
+        logits = torch.cat([model(some) for some in raw.split(100)])
+    assert torch.equal(logits, own)
+    if kind == "table":
+        assert raw.isnan().any(), "a value is missing"
+        assert abs(float(raw[:, 1].mean())) > 50, "raw rows are in the units of the file"
+
+
+def rows_of(folder: Path) -> list[dict[str, object]]:
+    """Rows as a person has them, in another order of columns."""
+    known = [{"home": "a", "ward": "up", "pressure": 131.5, "age": 41.0}, {"ward": "left", "age": None, "pressure": 99}]
+    return [*known, {"ward": "right", "age": float("nan"), "pressure": 100.25}]
+
+
+def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> None:
+    model = load_model(runs("table"))
+    features = ("age", "pressure", "ward=left", "ward=right", "ward=up", "age is missing")
+    assert model.inputs.features == features
+    nan = float("nan")
+    wanted = torch.tensor([[41, 131.5, 0, 0, 1, 0], [nan, 99, 1, 0, 0, 1], [nan, 100.25, 0, 1, 0, 1]])
+    given = model.encode(rows_of(runs("table")))
+    torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
+    by_column = {"pressure": [131.5], "age": [41], "ward": ["up"], "other": [1]}
+    assert torch.equal(model.encode(by_column), wanted[:1])
+    with torch.no_grad():
+        assert model(given).isfinite().all(), "a missing value is the mean"
+
+
+def test_a_data_frame_is_encoded_too(runs: Runs) -> None:
+    pandas = pytest.importorskip("pandas", reason="the extra pandas is not installed")
+    model, rows = load_model(runs("table")), rows_of(runs("table"))
+    torch.testing.assert_close(model.encode(pandas.DataFrame(rows)), model.encode(rows), equal_nan=True)
+
+
+def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path) -> None:
+    model, data = load_model(runs("text")), prepare(settings_of(runs("text"))).dataset
+    lines = (runs("text").parent / "said.csv").read_text().splitlines()[1:]
+    ids = model.encode([line.split('"')[1] for line in lines])
+    known = {tuple(row) for row in [*data.train.values.tolist(), *data.test.values.tolist()]}
+    assert {tuple(row) for row in ids.tolist()} == known
+    assert torch.equal(model.encode("up, up!"), model.encode(["UP UP"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([{"age": 1}], "row 0 lacks 'pressure'; write None where a value is not known"),
+        ([7], "row 0 is an int, not a dict"),
+        ({"age": [1]}, "the rows lack column 'pressure'"),
+        (
+            [{"age": 1, "pressure": 2, "ward": "north"}],
+            "has 'north' in column 'ward', which is none of left, right, up",
+        ),
+        ([{"age": "old", "pressure": 2, "ward": "up"}], "column 'age' holds something that is no number"),
+        ([{"age": {}, "pressure": 2, "ward": "up"}], "column 'age'"),
+    ],
+)
+def test_rows_that_do_not_fit_are_one_line(given: object, words: str, runs: Runs) -> None:
+    with pytest.raises(DataError, match=words) as caught:
+        load_model(runs("table")).encode(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_encoded_or_taken_is_one_line(runs: Runs) -> None:
+    with pytest.raises(ConfigError, match="encode is for tables and texts; the run's examples are series"):
+        load_model(runs("series")).encode([[1.0]])
+    table_model, text_model = load_model(runs("table")), load_model(runs("text"))
+    with pytest.raises(ConfigError, match=r"rows of a table must be \(N, 6\), not \(6,\)"):
+        table_model(torch.zeros(6))
+    with pytest.raises(ConfigError, match=r"rows of a table are torch\.int64; give floats, as in the run's data"):
+        table_model(torch.zeros(1, 6, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"texts are torch.float32; give token ids.* encode\(texts\)"):
+        text_model(torch.zeros(1, 5))
+    with pytest.raises(ConfigError, match="token ids must be from 0 to 49, 0 for padding"):
+        text_model(torch.full((1, 5), 50))
+
+
+def test_a_client_that_standardised_its_own_has_its_mean_inside(tmp_path: Path) -> None:
+    data = kinds.small_data("table")
+    folder = tmp_path / "run"
+    own = {"partition": {"kind": "iid"}, "method": "local_only", "model": kinds.NETWORKS["table"], "rounds": 1}
+    run(experiment({"standardise": "own"}, **own), folder, data=data)
+    model, ready = load_model(folder, client=1), prepare(settings_of(folder), data)
+    part = ready.sites.parts[1]
+    torch.testing.assert_close(model.normalised(data.train.values[part]), ready.sites.train.values[part])
+    assert model.about["standardised"] == "own"
+
+
+@pytest.mark.parametrize("kind", ["table", "series", "text"])
+def test_a_run_is_exported_whatever_its_examples_are(
+    kind: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, shared = runs(kind), tmp_path / "shared"
+    assert call(["export", str(folder), "--pt2", str(tmp_path / "m.pt2"), "--folder", str(shared)]) == 0
+    raw, own = raw_test(folder, kind)
+    program = torch.export.load(tmp_path / "m.pt2").module()
+    torch.testing.assert_close(program(raw), own, rtol=1e-5, atol=1e-6)
+    safetensors.torch.save_file({"raw": raw}, tmp_path / "raw.safetensors")
+    code = f"""
+import sys
+sys.path.insert(0, {str(shared)!r})
+sys.dont_write_bytecode = True
+import runpy
+from model import Classifier
+from safetensors.torch import load_file, save_file
+logits = Classifier.load()(load_file({str(tmp_path / "raw.safetensors")!r})["raw"])
+save_file({{"logits": logits.detach()}}, {str(tmp_path / "out.safetensors")!r})
+runpy.run_path({str(shared / "model.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"examples ({kind})" in done.stdout
+    logits = safetensors.torch.load_file(tmp_path / "out.safetensors")["logits"]
+    torch.testing.assert_close(logits, own, rtol=1e-5, atol=1e-6)
+    inputs = json.loads((shared / "config.json").read_text())["inputs"]
+    assert inputs["kind"] == kind
+    card = (shared / "README.md").read_text()
+    assert "images" not in card
+    assert {"table": "numbers as in the run's data; they are standardised inside", "text": "made by words"}.get(
+        kind, "series"
+    ) in card
+
+
+@pytest.mark.parametrize("kind", ["table", "series", "text"])
+def test_onnx_takes_raw_examples(kind: str, runs: Runs, tmp_path: Path) -> None:
+    for needed in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(needed, reason="the extra onnx is not installed")
+    import onnxruntime
+
+    path = tmp_path / "m.onnx"
+    assert call(["export", str(runs(kind)), "--onnx", str(path)]) == 0
+    raw, own = raw_test(runs(kind), kind)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"values": raw.numpy()})
+    torch.testing.assert_close(torch.from_numpy(logits), own, rtol=1e-4, atol=1e-5)
+    assert json.loads(session.get_modelmeta().custom_metadata_map["inputs"])["kind"] == kind
+
+
+def test_the_start_event_of_images_is_as_it_was(tmp_path: Path) -> None:
+    own = experiment({"name": "digits", "train_size": 60, "test_size": 20}, model="logistic", rounds=1)
+    run(own, tmp_path / "run")
+    start = read_journal(tmp_path / "run" / "journal.jsonl")[0]
+    assert start["inputs"] == {"shape": [1, 8, 8], "pixels": "uint8", "mean": [0.5], "std": [0.5]}
