@@ -20,6 +20,7 @@ from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.kinds import InputColumns
 from fedstill.data.sources.nested import nested
 from fedstill.data.sources.text import encoded
+from fedstill.data.table_inputs import TableInputs
 from fedstill.errors import DataError
 
 Floats = NDArray[np.float32]
@@ -72,29 +73,25 @@ def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
 def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:
     form, named = inputs.form, dict(inputs.form.categorical)
     parts: dict[str, list[Floats]] = {split: [] for split in tables}
-    features: list[str] = []
-    marks: list[int] = []
-    begins: dict[str, int] = {}
+    categories: dict[str, tuple[str, ...]] = {}
+    gaps: list[str] = []
     for name in form.columns:
-        begins[name] = len(features)
-        if name not in named:
-            features.append(name)
-            for split, table in tables.items():
-                parts[split].append(_numbers(table[name])[:, None])
-            continue
-        names = Categories.of(what, name, named[name], tables.get("train", next(iter(tables.values())))[name])
-        features += [f"{name}={value}" for value in names.values]
-        marks += range(begins[name], len(features))
+        if name in named:
+            names = Categories.of(what, name, named[name], tables.get("train", next(iter(tables.values())))[name])
+            categories[name] = names.values
         for split, table in tables.items():
-            parts[split].append(names.encoded(f"{what}, {split}", table[name]))
+            column = table[name]
+            parts[split].append(
+                names.encoded(f"{what}, {split}", column) if name in named else _numbers(column)[:, None]
+            )
+        if form.marks is True and any(bool(np.isnan(own[-1][:, 0]).any()) for own in parts.values()):
+            gaps.append(name)
+    marked = tuple(form.marks) if isinstance(form.marks, tuple) else tuple(gaps)
+    for own in parts.values():
+        own += [np.isnan(own[form.columns.index(name)][:, :1]).astype(np.float32) for name in marked]
+    said = TableInputs(form.columns, categories, marked).about
     values = {split: np.concatenate(own, axis=1) for split, own in parts.items()}
-    if form.marks:
-        gaps = [n for n, at in begins.items() if any(bool(np.isnan(own[:, at]).any()) for own in values.values())]
-        marks += range(len(features), len(features) + len(gaps))
-        features += [f"{name} is missing" for name in gaps]
-        at = [begins[name] for name in gaps]
-        values = {s: np.concatenate([v, np.isnan(v[:, at]).astype(np.float32)], axis=1) for s, v in values.items()}
-    return values, replace(about, columns=form.columns, features=tuple(features), marks=tuple(marks))
+    return values, replace(about, columns=said.columns, features=said.features, marks=said.marks)
 
 
 def _lists(what: str, tables: Tables, inputs: InputColumns, about: About) -> tuple[dict[str, Floats], About]:

@@ -22,6 +22,7 @@ from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
+from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.driver import Driver
 from fedstill.files import sweep, write_whole
 
@@ -99,9 +100,8 @@ def resume(
         if (folder / "summary.json").is_file():
             return Result.of(folder)
         sweep(folder)
-        with closing(
-            Driver(prepare(settings, data, begun_split(folder)), folder, watch or Quiet(), grid, debug, on_round)
-        ) as driver:
+        prepared = prepare(settings, data, begun_split(folder), begun_sums(folder, settings))
+        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round)) as driver:
             return driver.go()
 
 
