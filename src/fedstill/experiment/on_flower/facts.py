@@ -75,7 +75,7 @@ class Facts:
     def of(given: Mapping[str, Any]) -> Facts:
         """The facts in a request; raises Refused if they are none."""
         try:
-            texts, whole, numbers = (_lists(given, kind) for kind in (str, int, float))
+            texts, whole, numbers = _lists(given, str), _lists(given, int), _lists(given, float)
             facts = Facts(
                 texts("classes"),
                 whole("shape"),
