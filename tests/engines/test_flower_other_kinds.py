@@ -13,11 +13,14 @@ import pytest
 import toys
 from fedstill.engines.flower.client_app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
-from fedstill.errors import ConfigError, TooFewReplies
+from fedstill.errors import ConfigError, Refused, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.preparing.summing import SumUp
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
+from fedstill.records import Payload
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -198,3 +201,111 @@ def test_a_server_without_data_must_say_what_examples_are(what: str, place: Path
     data, flower, line = UNCLEAR[what]
     with pytest.raises(ConfigError, match=line):
         run(experiment({"name": "none", **data}, flower), place / "run", grid=grid([]))
+
+
+def texts(place: Path, client: int) -> str:
+    """A folder of texts of a site, ill ones with a word of their own."""
+    draw = np.random.default_rng(client)
+    ill = draw.integers(0, 2, 40)
+    words = [" ".join(["fever" if one else "well", *draw.choice(["a", "b", "c"], 5)]) for one in ill]
+    return written(place / f"texts{client}", pd.DataFrame({"text": words, "label": np.array(CLASSES)[ill]}))
+
+
+def tokenizer(place: Path, *words: str) -> str:
+    """A tokenizer's file that knows these words."""
+    made = pytest.importorskip("tokenizers")
+    ids = {"[PAD]": 0, "[UNK]": 1, **{word: 2 + i for i, word in enumerate(words)}}
+    model = made.Tokenizer(made.models.WordLevel(ids, unk_token="[UNK]"))
+    model.pre_tokenizer = made.pre_tokenizers.Whitespace()
+    place.mkdir(exist_ok=True)
+    model.save(str(place / "tokenizer.json"))
+    return str(place / "tokenizer.json")
+
+
+BAG = {"model": {"name": "bag", "width": 4}, "plan": {"epochs": 4, "batch": 8, "lr": 0.5}, "clients": {"quorum": 1.0}}
+
+
+def test_texts_of_sites_become_ids_of_words(place: Path) -> None:
+    sites = [Site(c, place / f"memory{c}", data=texts(place, c)) for c in range(CLIENTS)]
+    data = {"name": "none", "kind": "text", "vocabulary": 100, "length": 6}
+    run(experiment(data, {}, **BAG), place / "run", grid=grid(sites))
+    assert all(e["site_accuracy"] > 0.9 for e in events(place / "run", "train")[CLIENTS:])
+
+
+def test_a_site_reads_texts_by_its_copy_of_the_tokenizer_and_by_no_other(place: Path) -> None:
+    theirs, copy = tokenizer(place / "server", "fever", "well"), tokenizer(place / "site", "fever", "well")
+    data = {"name": "none", "tokenizer": theirs, "length": 6}
+    sites = [Site(c, place / f"memory{c}", data=texts(place, c), tokenizer=copy) for c in range(CLIENTS)]
+    run(experiment(data, {"vocabulary": 4}, **BAG), place / "run", grid=grid(sites))
+    assert all(e["site_accuracy"] > 0.9 for e in events(place / "run", "train")[CLIENTS:])
+    with pytest.raises(TooFewReplies, match="texts at this site have 4 token ids, not 5"):
+        run(experiment(data, {"vocabulary": 5}, **BAG), place / "five", grid=grid(sites))
+    tokenizer(place / "site", "fever", "sick")
+    with pytest.raises(TooFewReplies, match="the tokenizer at this site is not the server's"):
+        run(experiment(data, {"vocabulary": 4}, **BAG), place / "other", grid=grid(sites))
+    without = [Site(s.client, s.memory, s.data) for s in sites]
+    with pytest.raises(TooFewReplies, match="set tokenizer, your copy of it, in this site"):
+        run(experiment(data, {"vocabulary": 4}, **BAG), place / "none", grid=grid(without))
+
+
+def test_series_of_sites_are_standardised_by_channel_by_their_sums(place: Path) -> None:
+    sites, every = [], []
+    for client in range(CLIENTS):
+        draw = np.random.default_rng(client)
+        ill = draw.integers(0, 2, 40)
+        values = draw.normal(0, 1, (40, 2, 12)) * [[5.0], [0.1]] + ill[:, None, None] * [[6.0], [0.0]]
+        rows = pd.DataFrame({"signal": [v.astype("float32").tolist() for v in values], "label": ill})
+        (folder := place / f"series{client}").mkdir()
+        for split, part in (("train", slice(30)), ("test", slice(30, None))):
+            rows[part].to_parquet(folder / f"{split}.parquet", index=False)
+        sites.append(Site(client, place / f"memory{client}", data=str(folder)))
+        every.append(values[:30].astype("float32"))
+    data = {"name": "none", "standardise": "summed"}
+    network = {"model": {"name": "series_cnn", "hidden": 4}}
+    run(experiment(data, {"shape": [2, 12]}, **network), place / "run", grid=grid(sites))
+    inputs = read_journal(place / "run" / "journal.jsonl")[0]["inputs"]
+    np.testing.assert_allclose(inputs["mean"], np.concatenate(every).mean((0, 2)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(inputs["std"], np.concatenate(every).std((0, 2)), rtol=1e-5)
+
+
+def test_sums_that_no_numbers_have_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SumUp.end
+
+    def end(self: SumUp, params: Any, carry: Any, ran: Any, view: Any, world: Any) -> Any:
+        up, memory = whole(self, params, carry, ran, view, world)
+        wrong = {1: {"squares": up.tensor("squares") / 2}, 2: {"count": up.tensor("count") * 2}}
+        return Payload(up, **wrong.get(view.client, {})), memory
+
+    monkeypatch.setattr(SumUp, "end", end)
+    data = {"name": "none", "standardise": "summed", **TABLE}
+    with pytest.raises(TooFewReplies, match="stage 'moments': 1 of 3 clients replied well"):
+        run(experiment(data, {}), place / "run", grid=grid(hospitals(place)))
+    assert read_journal(place / "run" / "journal.jsonl")[0]["event"] == "start", "as in any run"
+    refused = {e["client"]: e["refused"] for e in events(place / "run", "moments") if "refused" in e}
+    assert "no numbers have the sums and the sums of squares that it sends" in refused[1]
+    assert "its sums count 60 values, and it claims 30" in refused[2]
+
+
+def test_what_is_said_of_images_is_what_sites_have_always_been_told() -> None:
+    assert list(Facts(("a", "b"), (1, 8, 8), (0.5,), (0.5,)).plain()) == ["classes", "shape", "mean", "std", "public"]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "another kind": {"kind": "sound"},
+    "no spread": {"kind": "table", "shape": [1], "mean": [0.0], "std": [0.0], "origin": "declared"},
+    "another width": {"kind": "table", "shape": [2], "mean": [0.0], "std": [1.0], "origin": "declared"},
+    "other names": {"kind": "table", "shape": [1], "columns": ["age"], "features": ["sex"], "marks": []},
+    "a mark of no column": {
+        "kind": "table",
+        "shape": [2],
+        "columns": ["a"],
+        "features": ["a", "b is missing"],
+        "marks": [1],
+    },
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_facts_that_contradict_themselves_are_refused(what: str) -> None:
+    with pytest.raises(Refused, match="the request's facts about data are malformed"):
+        Facts.of(WRONG[what])
