@@ -21,6 +21,7 @@ from fedstill.experiment.preparing.summing import SumUp
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
+from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
 
 pytestmark = needs_flower
@@ -309,3 +310,38 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_facts_that_contradict_themselves_are_refused(what: str) -> None:
     with pytest.raises(Refused, match="the request's facts about data are malformed"):
         Facts.of(WRONG[what])
+
+
+NOISED = {
+    "method": {"name": "hiper_fedkd"},
+    "privacy": {"clip": 2.0, "noise": 8.0},
+    "data": {
+        "name": "none",
+        **TABLE,
+        "standardise": "summed",
+        "limits": {"age": [0, 120], "pressure": [50, 250]},
+        "public": 9,
+        "public_from": "noise",
+    },
+}
+
+
+def test_sums_with_noise_are_drawn_once_and_counted(place: Path) -> None:
+    sites = hospitals(place)
+    what = experiment(NOISED["data"], {}, **{k: v for k, v in NOISED.items() if k != "data"}, clients={"quorum": 1.0})
+    away = [*sites[:2], Site(2, place / "memory2", data=str(place / "nowhere"))]
+    with pytest.raises(TooFewReplies, match="stage 'moments': 2 of 3 clients replied well"):
+        run(what, place / "run", grid=grid(away))
+    (drawn,) = (place / "memory0").rglob("0000000-0000001.reply")
+    before = drawn.read_bytes(), drawn.stat().st_mtime_ns
+    resume(place / "run", grid=grid(sites))
+    assert (drawn.read_bytes(), drawn.stat().st_mtime_ns) == before, "the same question has the same answer"
+    assert len(list((place / "memory0").rglob("0000000-0000001.reply"))) == 1
+    sent, seen = events(place / "run", "moments"), read_journal(place / "run" / "journal.jsonl")
+    assert [(e["noised_rows"], e["bytes_up"]) for e in sent] == [(2, 2 * 2 * 8)] * CLIENTS
+    told = [e["privacy"]["epsilon"] for e in seen if e["event"] == "round"]
+    assert told == [[Privacy(2.0, 8.0).epsilon(2 + 9 * k)] * CLIENTS for k in (1, 2)]
+    mean, std = (np.array(seen[0]["inputs"][k])[[0, 4]] for k in ("mean", "std"))
+    assert (mean >= [0, 50]).all()
+    assert (mean <= [120, 250]).all()
+    assert (std >= [6, 10]).all()

@@ -98,6 +98,8 @@ class DataTable:
     """Whether each column with missing numbers gets a column of 0 and 1 beside it that says where."""
     standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = None
     """Whose mean and spread a table or series is standardised by; unset: declared ones, or else all clients' pooled."""
+    limits: Mapping[str, tuple[float, float] | Annotated[list[float], Len(2, 2)]] | None = None
+    """Between which numbers each column's values are clipped in sums with noise, ``column = [low, high]``."""
     tokenizer: str | None = None
     """What makes token ids of texts: words (unset), bytes, or a tokenizer.json of Hugging Face's tokenizers."""
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None

@@ -24,11 +24,11 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.own_data import own_data
+from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
 from fedstill.experiment.preparing.querying import with_asking
 from fedstill.experiment.preparing.run_world import world_of
 from fedstill.experiment.preparing.sharing import Shared
-from fedstill.experiment.preparing.standardising import refuse_open_sums
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
@@ -121,7 +121,10 @@ class Clerk:
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world)) if settings.privacy.on else 0
+        if settings.privacy.on and not isinstance(work, SumUp):
+            most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
+        else:
+            most = work.rows if isinstance(work, SumUp) else 0
         if settings.privacy.on and rows_of(reply.up) > most:
             raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
         answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
@@ -139,8 +142,7 @@ class Clerk:
         if stage == sums_stage(ready.world):
             if ready.by.origin != "summed" or ready.by.mean:
                 raise Refused("the run is not standardised by sums that sites send, so they stay here")
-            refuse_open_sums(settings)
-            return SumUp()
+            return sums_work(settings, ready.sites.inputs.about, ready.dataset.input_shape)
         if ready.by.origin == "summed" and not ready.by.mean:
             raise Refused("the request has no mean and spread, which the sites' sums would give")
         within = 1 <= stage.round <= settings.rounds

@@ -15,8 +15,11 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.preparing.moments import Moments, moments, moments_of, sums_of
-from fedstill.records import Examples
+from fedstill.experiment.preparing.moments import Moments, moments
+from fedstill.experiment.preparing.noised_sums import sums_work
+from fedstill.experiment.preparing.summing import SumUp
+from fedstill.keys import seed_for
+from fedstill.records import Examples, Payload
 
 Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 
@@ -100,20 +103,10 @@ def standard(
             "data.standardise = 'pooled' would use data that sites keep; write data.mean and data.std, or set "
             "data.standardise = 'server' (the public set's), 'summed' (sums that sites send) or 'own' (each site's)"
         )
-    if origin == "summed":
-        refuse_open_sums(settings)
-        if settings.on_sites:
-            return _said(origin, sent, dataset) if sent else Standard(origin)
+    if origin == "summed" and settings.on_sites:
+        sums_work(settings, dataset.about, dataset.input_shape)  # raises now if it cannot be
+        return _said(origin, sent, dataset) if sent else Standard(origin)
     return _taken(settings, dataset, origin, train, parts, public)
-
-
-def refuse_open_sums(settings: Settings) -> None:
-    """Raise ConfigError for a run that protects what clients send, and would have them send sums as they are."""
-    if settings.privacy.on:
-        raise ConfigError(
-            "data.standardise = 'summed' sends sums as they are, and [privacy] protects logits alone; write "
-            "data.mean and data.std, or set data.standardise = 'server'"
-        )
 
 
 def _taken(
@@ -128,9 +121,17 @@ def _taken(
     if origin == "pooled":
         return _said(origin, moments(train.values[torch.cat(list(each.values()))], fixed), dataset)
     if origin == "summed":
-        return _said(origin, moments_of([sums_of(train.values[part]) for part in each.values()], fixed), dataset)
+        work = sums_work(settings, dataset.about, dataset.input_shape)
+        sent = [_sums_sent(settings, work, client, train.values[part]) for client, part in each.items()]
+        return _said(origin, work.moments(sent), dataset)
     own = {client: moments(train.values[part], fixed) for client, part in each.items()}
     return Standard("own", by_client=own, notes=("each client's columns have a mean and a spread of their own",))
+
+
+def _sums_sent(settings: Settings, work: SumUp, client: int, values: Tensor) -> tuple[Payload, int]:
+    """What a simulated client sends of its sums, with noise drawn by key, and how many examples it has."""
+    seed = seed_for(settings.seed, 0, 1, client, "privacy")
+    return settings.privacy.protect(work.sent(values), seed), len(values)
 
 
 def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]] | None:

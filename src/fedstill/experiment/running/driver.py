@@ -17,6 +17,7 @@ from fedstill.census import run_census
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of, informed
+from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import Summed, run_sums
 from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
@@ -27,7 +28,7 @@ from fedstill.experiment.run_directory.split_file import restore_split, write_sp
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
-from fedstill.files import digest
+from fedstill.files import digest, write_whole
 from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 log = logging.getLogger("fedstill.run")
+
+BEFORE = "sums-name"
+"""The file with the name by which real sites know a run while they send their sums."""
 
 
 @dataclass
@@ -101,9 +105,9 @@ class Driver:
         ready = self.prepared
         if not (self.settings.on_sites and ready.by.origin == "summed"):
             return None
-        self.token = secrets.token_hex(8)
-        fixed, rules = ready.dataset.about.marks, self.settings.rules
-        summed = run_sums(ready.dataset.input_shape, fixed, self.world, self.engine, self, rules)
+        self.token = self._named_before()
+        work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
+        summed = run_sums(work, self.world, self.engine, self, self.settings.rules)
         self.token = ""
         self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
         self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
@@ -203,6 +207,13 @@ class Driver:
         with part(self.method, "predictors", where):
             named = evaluated_answers(self.method, state, self.world)
         return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
+
+    def _named_before(self) -> str:
+        """What sites call the run before its journal begins: one name, so that sums with noise are not drawn twice."""
+        path = self.folder / BEFORE
+        if not path.is_file():
+            write_whole(path, secrets.token_hex(8).encode())
+        return path.read_text()
 
     def _identity(self) -> str:
         """Which run this is, for its clients: the same after a resume, another for every run."""
