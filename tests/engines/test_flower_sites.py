@@ -213,7 +213,7 @@ def test_another_public_set_than_the_servers_is_refused(tmp_path: Path) -> None:
 
 def test_class_names_make_labels_the_same_at_all_sites() -> None:
     from fedstill.data.sources import from_tensors
-    from fedstill.experiment.on_flower.facts import labels_of
+    from fedstill.experiment.on_flower.own_data import labels_of
 
     images, labels = torch.zeros(4, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1, 0, 1])
     own = from_tensors("own", (images, labels), (images, labels), classes=["melanoma", "naevus"])

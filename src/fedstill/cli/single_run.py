@@ -20,10 +20,7 @@ OF_SERVER = (
 )
 """What is said of the server's model."""
 
-ON_OWN_TESTS = (
-    ("accuracy on own tests, mean over clients", "own_test_accuracy"),
-    ("accuracy on own tests, lowest", "own_test_worst"),
-)
+ON_OWN_TESTS = (("accuracy on own tests, mean", "own_test_accuracy"), ("the lowest", "own_test_worst"))
 """What is said where clients have test sets of their own."""
 
 DEAR = 0.25

@@ -33,7 +33,8 @@ class Form:
     ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of numbers but the label
     and the owner. ``categorical``: of a table, columns whose values are names, and these names (none: those in the
     training data); each becomes a column of 0 and 1. ``input``: the column of texts, vectors or series.
-    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with missing numbers.
+    ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with missing numbers, or for
+    those that are named.
     ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how many token ids words
     are given; ``length``: of a text or a series, what is longer is cut (0: 64 tokens, and series as they are).
     ``owner``: the column that says whose an example is.
@@ -44,7 +45,7 @@ class Form:
     categorical: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     input: str = ""
     missing: Missing = "refuse"
-    marks: bool = False
+    marks: bool | tuple[str, ...] = False
     tokenizer: str = "words"
     vocabulary: int = 8192
     length: int = 0

@@ -29,8 +29,9 @@ SITE = """\
 client = {client}
 memory = "memory"        # what the client remembers from round to round; must survive a restart
 
-# data = "/data/mine"    # a folder of parquet files, of images by class, or an .npz; unset: trials on public data only
+# data = "/data/mine"    # parquet or CSV files, images by class, or an .npz; unset: trials on public data only
 # public = "/data/public"  # the public set, where a method needs one: a copy of the server's
+# tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
 # accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 """

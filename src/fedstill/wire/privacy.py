@@ -13,6 +13,9 @@ answer a stage: the same request gets the kept answer, and another request none 
 simulation noise is drawn by key from the run's seed, so that a resumed run has the same bits. Who knows the seed can
 subtract it: there, an epsilon says what the same run on real sites would cost.
 
+Sums of which mean and spread are made before round 1 are rows of norm at most ``clip`` too, one a column, and are
+protected and counted as rows of logits are (``experiment/preparing/noised_sums.py``).
+
 What is not protected: label counts (a census), numbers of examples, losses and accuracies that are reported, whole
 models (the stage ``fit`` of a method that has none), whether a client answers at all, and what a simulation measures;
 all that goes up as it is. Rounding in floating point is not accounted for.
@@ -39,6 +42,11 @@ from fedstill.records import Payload
 
 GROUP = "logits"
 """The group of an upload that is protected."""
+
+SUMS_GROUP = "noised_sums"
+"""The group of rows, one a column, of which mean and spread are made, (K, 2); it is protected in the same way."""
+
+PROTECTED = (GROUP, SUMS_GROUP)
 
 
 @dataclass(frozen=True)
@@ -67,16 +75,17 @@ class Privacy:
 
         seed: what noise is drawn from; None: the operating system's generator.
         """
-        if not self.on or GROUP not in up:
+        group = next((name for name in PROTECTED if name in up), "")
+        if not self.on or not group:
             return up
-        logits = up.tensor(GROUP)
-        clipped = clip_rows(logits, self.clip)
+        rows = up.tensor(group)
+        clipped = clip_rows(rows, self.clip)
         if seed is None:
-            drawn = secret_normal(tuple(logits.shape))
+            drawn = secret_normal(tuple(rows.shape))
         else:
-            drawn = torch.randn(logits.shape, generator=generator(seed), dtype=torch.float64)
+            drawn = torch.randn(rows.shape, generator=generator(seed), dtype=torch.float64)
         noised = clipped.double() + self.noise * self.clip * drawn
-        return Payload(up, **{GROUP: noised.to(logits.dtype)})
+        return Payload(up, **{group: noised.to(rows.dtype)})
 
     def epsilon(self, rows: int, uploads: int = 1) -> float | None:
         """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing bounds it.
@@ -91,9 +100,9 @@ class Privacy:
 
 
 def rows_of(up: Payload) -> int:
-    """How many rows of logits a payload holds, whoever sent it and whatever else is in it."""
-    logits = up.get(GROUP)
-    return logits.shape[0] if isinstance(logits, Tensor) and logits.ndim else 0
+    """How many protected rows (of logits, of sums) a payload holds, whoever sent it and whatever else is in it."""
+    rows = [one for name in PROTECTED if isinstance(one := up.get(name), Tensor) and one.ndim]
+    return sum(one.shape[0] for one in rows)
 
 
 def secret_normal(shape: tuple[int, ...]) -> Tensor:

@@ -28,12 +28,12 @@ class Categories:
     def of(what: str, column: str, declared: Sequence[Value], train: pa.ChunkedArray) -> Categories:
         """Those that are declared, or else those in the training data, in order."""
         if declared:
-            return Categories(column, tuple(_said(value) for value in declared))
+            return Categories(column, tuple(category_name(value) for value in declared))
         every = [value for value in train.unique().to_pylist() if value is not None]
         every.sort(key=lambda v: (isinstance(v, str), v))
         if not 0 < len(every) <= MOST:
             raise DataError(f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; leave it out")
-        return Categories(column, tuple(_said(value) for value in every))
+        return Categories(column, tuple(category_name(value) for value in every))
 
     def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
         """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none of them."""
@@ -42,7 +42,7 @@ class Categories:
         for row, value in enumerate(column.to_pylist()):
             if value is None:
                 out[row] = np.nan
-            elif (said := _said(value)) in place:
+            elif (said := category_name(value)) in place:
                 out[row, place[said]] = 1
             else:
                 raise DataError(
@@ -52,7 +52,7 @@ class Categories:
         return out
 
 
-def _said(value: Any) -> str:
+def category_name(value: Any) -> str:
     """A value as a name: 3, 3.0 and True of a column of truth values alike in every file."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)

@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from fedstill.data.form import About
 from fedstill.data.sources.categories import Categories
+from fedstill.data.table_inputs import TableInputs
 from fedstill.errors import DataError, on_one_line
 
 Floats = NDArray[np.float32]
-
-MISSING = " is missing"
-"""How the name of a column ends that says where another misses its value."""
 
 
 def table_rows(what: str, table: pa.Table | Mapping[str, pa.ChunkedArray], about: About) -> Floats:
@@ -48,16 +46,8 @@ def with_features(about: About, missing: Collection[str] = ()) -> About:
 
     missing: columns that have a column beside them that says where their values are missing.
     """
-    named = dict(about.categories)
-    features: list[str] = []
-    marks: list[int] = []
-    for name in about.columns:
-        if name in named:
-            marks += range(len(features), len(features) + len(named[name]))
-        features += [f"{name}={value}" for value in named[name]] if name in named else [name]
-    marks += range(len(features), len(features) + len(missing))
-    features += [f"{name}{MISSING}" for name in missing]
-    return replace(about, features=tuple(features), marks=tuple(marks))
+    said = TableInputs(about.columns, dict(about.categories), tuple(missing)).about
+    return replace(about, features=said.features, marks=said.marks)
 
 
 def with_marks(rows: Floats, about: About, missing: Collection[str]) -> Floats:

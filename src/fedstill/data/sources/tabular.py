@@ -77,9 +77,9 @@ def _table(what: str, tables: Tables, inputs: InputColumns, about: About) -> tup
     about = with_features(replace(about, columns=form.columns, categories=each))
     values = {split: table_rows(f"{what}, {split}", table, about) for split, table in tables.items()}
     if form.marks:
-        own = [np.isnan(rows).any(0) for rows in values.values()]
-        gaps = np.logical_or.reduce(own)
-        missing = tuple(name for name, at in begins(about).items() if gaps[at])
+        gaps = np.logical_or.reduce([np.isnan(rows).any(0) for rows in values.values()])
+        gappy = tuple(name for name, at in begins(about).items() if gaps[at])
+        missing = form.marks if isinstance(form.marks, tuple) else gappy
         about, before = with_features(about, missing), about
         values = {split: with_marks(rows, before, missing) for split, rows in values.items()}
     return values, about

@@ -21,6 +21,7 @@ from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, TopKeys
+from fedstill.experiment.config.unseen import NO_DATA, unseen_kind
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
 from fedstill.fitting import FIT, FITTING
@@ -58,7 +59,7 @@ def _settled(experiment: Experiment) -> Settings:
     )
     named = NamedTables(
         named_method,
-        read_named("model", experiment.table("model"), base, _default_model(experiment, data)),
+        read_named("model", experiment.table("model"), base, _default_model(experiment, data, flower)),
         read_named("partition", experiment.table("partition"), base),
         named_topology,
     )
@@ -140,13 +141,15 @@ def _method(experiment: Experiment) -> tuple[Named, Method]:
     return named, built
 
 
-def _default_model(experiment: Experiment, data: DataTable) -> str:
+def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) -> str:
     """The model where none is named: for the kind of examples that the data most likely hold."""
     named = experiment.table("model").get("name")
     if data.features_of:
         return "logistic"
     if named is not None or data.name == "digits":
         return "digits_cnn"
+    if data.name == NO_DATA and flower.data == "sites":
+        return DEFAULT_MODELS[unseen_kind(data, flower)]
     owner = experiment.table("partition").get("column")
     form = {**data.form, **({"owner": owner} if isinstance(owner, str) else {})}
     return DEFAULT_MODELS[likely_kind(data.name, data.folder, data.label_column, form)]

@@ -100,6 +100,8 @@ class DataTable:
     """Whether each column with missing numbers gets a column of 0 and 1 beside it that says where."""
     standardise: Literal["declared", "pooled", "summed", "server", "own", "none"] | None = None
     """Whose mean and spread a table or series is standardised by; unset: declared ones, or else all clients' pooled."""
+    limits: Mapping[str, tuple[float, float] | Annotated[list[float], Len(2, 2)]] | None = None
+    """Between which numbers each column's values are clipped in sums with noise, ``column = [low, high]``."""
     tokenizer: str | None = None
     """What makes token ids of texts: words (unset), bytes, or a tokenizer.json of Hugging Face's tokenizers."""
     vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None
@@ -165,8 +167,8 @@ class FlowerTable:
     """Whose data clients train on: parts of the run's data set, or each site's own."""
     classes: tuple[str, ...] = ()
     """With data of the sites: the names of the classes."""
-    shape: tuple[Count, Count, Count] | tuple[()] = ()
-    """With data of the sites: channels, height and width of an image."""
+    shape: Annotated[tuple[Count, ...], Len(0, 3)] = ()
+    """With data of the sites: an example's shape: an image's channels, height and width, or one or two numbers."""
     deadline: Positive = 600.0
     """Seconds that the server waits for the replies of a stage."""
     ttl: NonNegative = 0.0
@@ -177,6 +179,8 @@ class FlowerTable:
     """Seconds between two looks for replies."""
     max_mb: Count = 1024
     """The largest reply that the server takes, in megabytes."""
+    vocabulary: Annotated[int, Interval(ge=2, le=10_000_000)] | None = None
+    """With data of the sites: how many token ids a tokenizer's file gives; unset: told by data.tokenizer."""
 
 
 @dataclass(frozen=True)

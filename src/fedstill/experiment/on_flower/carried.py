@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,14 @@ def engine_of(
     facts = Facts.known_by(prepared).plain() if settings.on_sites else {}
     taken = prepared.client_measures(site=True)
     return FlowerEngine(here, Fleet(grid, patience(settings), clock), request, facts, taken, truth_of(prepared))
+
+
+def informed(engine: SerialEngine | FlowerEngine, prepared: Prepared) -> SerialEngine | FlowerEngine:
+    """The engine for a run whose facts are known only now; its messages go the same way."""
+    if not isinstance(engine, FlowerEngine):
+        return replace(engine, world=prepared.world, sites=prepared.sites)
+    here = replace(engine.here, world=prepared.world, sites=prepared.sites)
+    return replace(engine, here=here, facts=Facts.known_by(prepared).plain(), truth=truth_of(prepared))
 
 
 def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:

@@ -13,7 +13,6 @@ from filelock import FileLock
 
 from fedstill.census import census_stage
 from fedstill.data.examples import Dataset
-from fedstill.data.sources import load_dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.memory import Memory
@@ -23,15 +22,17 @@ from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.facts import Facts, labels_of, public_of
+from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.own_data import own_data
+from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
 from fedstill.experiment.preparing.querying import with_asking
 from fedstill.experiment.preparing.run_world import world_of
 from fedstill.experiment.preparing.sharing import Shared
+from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
 from fedstill.method import acting
-from fedstill.records import Examples
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork
@@ -43,7 +44,8 @@ class Site:
 
     ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder or file of its own
     data, or a data set's name; empty: it takes part only in trials, on its part of the data that the config names.
-    ``public``: its copy of the public set, for runs that have one. ``accept``: SHA-256 of the configurations it runs;
+    ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the tokenizer's file, for
+    runs on texts that have one. ``accept``: SHA-256 of the configurations it runs;
     empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     """
 
@@ -51,6 +53,7 @@ class Site:
     memory: Path
     data: str = ""
     public: str = ""
+    tokenizer: str = ""
     accept: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
 
@@ -64,7 +67,7 @@ def load_site(path: Path) -> Site:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
-    for key in ("data", "public"):
+    for key in ("data", "public", "tokenizer"):
         place = path.parent / Path(values[key]).expanduser()
         values[key] = str(place.resolve()) if values[key] and place.exists() else values[key]
     return Site(**{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()})
@@ -118,22 +121,32 @@ class Clerk:
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world)) if settings.privacy.on else 0
+        if settings.privacy.on and not isinstance(work, SumUp):
+            most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
+        else:
+            most = work.rows if isinstance(work, SumUp) else 0
         if settings.privacy.on and rows_of(reply.up) > most:
             raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
         answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
 
     def _named_work(self, ready: Prepared, request: Request) -> ClientWork:
-        stage, method = request.stage, ready.settings.method
+        stage, settings = request.stage, ready.settings
+        method = settings.method
         if request.client not in stage.clients:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
         if stage == census_stage(ready.world):
             if "label_counts" not in method.requires():
-                raise Refused(f"method {ready.settings.named.method.label} needs no label counts, so they stay here")
+                raise Refused(f"method {settings.named.method.label} needs no label counts, so they stay here")
             return Census()
-        within = 1 <= stage.round <= ready.settings.rounds
-        if not within or stage not in ready.settings.topology(stage.round, ready.world):
+        if stage == sums_stage(ready.world):
+            if ready.by.origin != "summed" or ready.by.mean:
+                raise Refused("the run is not standardised by sums that sites send, so they stay here")
+            return sums_work(settings, ready.sites.inputs.about, ready.dataset.input_shape)
+        if ready.by.origin == "summed" and not ready.by.mean:
+            raise Refused("the request has no mean and spread, which the sites' sums would give")
+        within = 1 <= stage.round <= settings.rounds
+        if not within or stage not in settings.topology(stage.round, ready.world):
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
         return acting(method, stage).work(stage)
 
@@ -178,15 +191,15 @@ class Clerk:
     def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
         if not self.site.data:
             raise Refused("this site has no data of its own: set data in its site.toml")
-        own = load_dataset(self.site.data)
-        train, test = (Examples(e.values, labels_of(own, e, facts)) for e in (own.train, own.test))
-        public = public_of(settings, self.site.public, facts)
-        world = world_of(settings, facts.shape, len(facts.classes), len(public) if public else 0)
-        world = with_asking(settings, world, lambda: torch.zeros(0, len(facts.classes)))
-        parts = {self.site.client: torch.arange(len(train))}
-        shared = Shared(train, parts, public, own_tests={self.site.client: test})
+        site = self.site
+        own = own_data(settings, facts, site.data, site.public, site.tokenizer)
+        public, classes = own.public, len(facts.classes)
+        world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
+        world = with_asking(settings, world, lambda: torch.zeros(0, classes))
+        parts = {site.client: torch.arange(len(own.train))}
+        shared = Shared(own.train, parts, public, own_tests={site.client: own.test})
         sites = sites_of(settings, world, facts.inputs(settings), shared)
-        return Prepared(settings, own, world, sites)
+        return Prepared(settings, own.read, world, sites, by=own.by)
 
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:

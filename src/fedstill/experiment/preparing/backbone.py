@@ -31,7 +31,7 @@ from fedstill.records import Examples, ModelSpec
 log = logging.getLogger("fedstill.backbone")
 
 
-def with_features(settings: Settings, dataset: Dataset) -> Dataset:
+def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     """The data set as vectors, the features that ``data.features_of`` gives; as it is where that is unset.
 
     The passes go over the whole set once; what they give is kept on disk, under the SHA-256 of the examples and of the

@@ -49,9 +49,8 @@ def moments(values: Tensor, fixed: Collection[int] = ()) -> Moments:
     return _from(sums_of(values), fixed)
 
 
-def summed(clients: Sequence[Tensor], fixed: Collection[int]) -> Moments:
-    """The same from the sums that clients send; only these leave a client."""
-    each = [sums_of(values) for values in clients]
+def moments_of(each: Sequence[Sums], fixed: Collection[int]) -> Moments:
+    """The same from the sums that clients send, in the order of the clients."""
     count, total, squares = (
         torch.stack([getattr(own, name) for own in each]).sum(0) for name in ("count", "total", "squares")
     )

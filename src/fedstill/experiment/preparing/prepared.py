@@ -21,11 +21,13 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
+from fedstill.experiment.config.unseen import NO_DATA, unseen_examples
 from fedstill.experiment.measures.base import Room, at_clients
 from fedstill.experiment.measures.choose import measures
-from fedstill.experiment.preparing.backbone import with_features
+from fedstill.experiment.preparing.backbone import as_features
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
+from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.sharing import Shared, divided
@@ -34,9 +36,6 @@ from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
 from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
-
-NO_DATA = "none"
-"""The data set's name for a server that has neither a test set nor a public set."""
 
 
 @dataclass(frozen=True)
@@ -96,27 +95,29 @@ class Prepared:
         return KeptReplies(cache_folder() / "replies", stages, reuse_bytes())
 
 
-def prepare(settings: Settings, dataset: Dataset | None = None, begun: DealtOut | None = None) -> Prepared:
+def prepare(
+    settings: Settings, dataset: Dataset | None = None, begun: DealtOut | None = None, sent: Moments | None = None
+) -> Prepared:
     """Read and split the data, build the models once, and check that the method gets what it needs.
 
-    ``begun``: the split that a run began with; without it, one is drawn.
+    ``begun``: the split that a run began with; without it, one is drawn. ``sent``: the mean and spread that the sums
+    of real sites came to, where they are standardised by these; without it, examples are left as they are until then.
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
-    dataset = with_features(settings, with_pixels(dataset or read_data(settings), settings.data))
+    dataset = as_features(settings, with_pixels(dataset or read_data(settings), settings.data))
     refuse_other_kinds(settings, dataset)
     classes = len(dataset.classes)
-    shared = divided(settings, dataset, begun)
+    shared = divided(settings, dataset, begun, sent)
     world = started(settings, _world(settings, dataset, shared))
     world = with_asking(settings, world, lambda: shared.counts(classes))
     mean, std = (dataset.mean, dataset.std) if dataset.about.kind == "image" else (shared.by.mean, shared.by.std)
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
-    return Prepared(
-        resolved(settings, world, len(shared.train)), dataset, world, sites, shared.notes, shared.names, shared.by
-    )
+    how = resolved(settings, world, len(shared.train))
+    return Prepared(how, dataset, world, sites, shared.notes, shared.names, shared.by)
 
 
 def _world(settings: Settings, dataset: Dataset, shared: Shared) -> RunWorld:
@@ -184,12 +185,9 @@ def _by_channel(key: str, values: tuple[float, ...] | None, channels: int, datas
 
 
 def _no_data(settings: Settings) -> Dataset:
-    classes, shape = settings.flower.classes, settings.flower.shape
-    if len(classes) < 2 or not shape:
-        raise ConfigError(
-            "data.name = 'none' needs flower.classes, the names of the classes, and flower.shape, an image's "
-            "channels, height and width"
-        )
-    empty = Examples(torch.zeros(0, *shape, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64))
-    half = (0.5,) * shape[0]
-    return Dataset(NO_DATA, empty, empty, None, classes, half, half)
+    shape, about = unseen_examples(settings.data, settings.flower)
+    image = about.kind == "image"
+    dtype = torch.uint8 if image else torch.int64 if about.kind == "text" else torch.float32
+    empty = Examples(torch.zeros(0, *shape, dtype=dtype), torch.zeros(0, dtype=torch.int64))
+    half = (0.5,) * shape[0] if image else ()
+    return Dataset(NO_DATA, empty, empty, None, settings.flower.classes, half, half, about)

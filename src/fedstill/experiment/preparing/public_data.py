@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from fedstill.data.sources.limits import refuse_large
 from fedstill.data.sources.unlabelled import images_in, read_unlabelled
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.alike import form_like
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples
 
@@ -30,13 +33,17 @@ RESIZED_AT_ONCE = 1000
 
 @dataclass(frozen=True)
 class Wanted:
-    """What public examples must be like: those of the run. ``mean``, ``std``: of pixels."""
+    """What public examples must be like: those of the run. ``mean``, ``std``: of pixels.
+
+    ``form``: how files that hold no images are read, as keywords of ``load_dataset``.
+    """
 
     shape: tuple[int, ...]
     classes: int
     mean: Floats = ()
     std: Floats = ()
     about: About = IMAGES
+    form: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def many(self) -> str:
@@ -58,7 +65,8 @@ def set_apart(settings: Settings, dataset: Dataset, train: Examples) -> tuple[Ex
     if data.public_from == TRAIN:
         train, public = _share(settings, train, data.public)
     else:
-        like = Wanted(dataset.input_shape, len(dataset.classes), dataset.mean, dataset.std, dataset.about)
+        form = form_like(data, dataset.about)
+        like = Wanted(dataset.input_shape, len(dataset.classes), dataset.mean, dataset.std, dataset.about, form)
         public = _made(settings, like, data.public_from, data.folder)
     return train, _as_shown(settings, public)
 
@@ -74,8 +82,7 @@ def copied(settings: Settings, copy: str, wanted: Wanted) -> Examples | None:
     if source == NOISE:
         public = _noise(settings, wanted)
     elif copy:
-        form = {} if wanted.images else settings.data.form
-        public = load_dataset(copy, **form).train if source == TRAIN else _made(settings, wanted, copy, "")
+        public = load_dataset(copy, **wanted.form).train if source == TRAIN else _made(settings, wanted, copy, "")
     return _as_shown(settings, public)
 
 
@@ -123,7 +130,7 @@ def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Ex
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load_dataset(source, folder=folder or None, **({} if wanted.images else data.form))
+        other = load_dataset(source, folder=folder or None, **wanted.form)
         public, theirs = other.train, len(other.classes)
         if (other.about.kind, other.vocabulary) != (wanted.about.kind, wanted.about.vocabulary):
             raise DataError(f"the public examples of {source} are {other.many}, the run's {wanted.many}; name others")

@@ -16,6 +16,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.public_data import NOISE, set_apart
 from fedstill.experiment.preparing.split import some_of, split
 from fedstill.experiment.preparing.standardising import PLAIN, Standard, standard
@@ -48,10 +49,10 @@ class Shared:
         return counts_table(self.train.labels, self.parts if isinstance(self.parts, Sequence) else (), classes)
 
 
-def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None) -> Shared:
+def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None, sent: Moments | None = None) -> Shared:
     """What clients, the server and tests have of a data set; raises ConfigError, DataError or InfeasiblePartition.
 
-    begun: the split that a run began with, which is taken as it is.
+    begun: the split that a run began with, which is taken as it is. sent: what the sums of real sites came to.
     """
     rules = settings.named.partition.values
     everyone, tests = dataset.train, dataset.test
@@ -61,8 +62,14 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None)
     test = some_of(tests, settings.data.test_size, "test_size")
     owners = client_owners(settings, dataset, train)
     own, parts = _dealt_out(settings, train, tests, owners, begun)
-    by = standard(settings, dataset, train, parts, None if settings.data.public_from == NOISE else public)
-    if public is not None and settings.data.public_from != NOISE:
+    noise = settings.data.public_from == NOISE
+    by = standard(settings, dataset, train, parts, None if noise else public, sent)
+    if public is not None and not noise:
+        if by.by_client is not None:
+            raise ConfigError(
+                "data.standardise = 'own' leaves no common units for a public set: set data.public_from = 'noise', or "
+                "data.standardise = 'server' (the public set's mean and spread)"
+            )
         public = by.of(public)
     own = {client: by.of_one(client, examples) for client, examples in own.items()}
     if rules.get("pool"):

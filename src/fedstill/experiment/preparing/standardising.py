@@ -15,8 +15,11 @@ from torch import Tensor
 from fedstill.data.examples import Dataset
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.preparing.moments import Moments, moments, summed
-from fedstill.records import Examples
+from fedstill.experiment.preparing.moments import Moments, moments
+from fedstill.experiment.preparing.noised_sums import sums_work
+from fedstill.experiment.preparing.summing import SumUp
+from fedstill.keys import seed_for
+from fedstill.records import Examples, Payload
 
 Origin = Literal["declared", "pooled", "summed", "server", "own", "none"]
 
@@ -59,8 +62,7 @@ class Standard:
         """One client's examples: by its own mean and spread, if it has one."""
         if self.by_client is None:
             return self.of(examples)
-        own = self.by_client[client]
-        return replace(examples, values=_scaled(examples.values, own.mean, own.std).nan_to_num(0.0))
+        return by_moments(examples, self.by_client[client])
 
     def of_clients(self, examples: Examples, parts: Parts) -> Examples:
         """Training examples standardised: each client's by its own mean and spread, if it has one."""
@@ -74,12 +76,23 @@ class Standard:
         return replace(examples, values=values.nan_to_num(0.0))
 
 
+def by_moments(examples: Examples, own: Moments) -> Examples:
+    """Examples standardised by a mean and a spread, values that are missing 0."""
+    return replace(examples, values=_scaled(examples.values, own.mean, own.std).nan_to_num(0.0))
+
+
 def standard(
-    settings: Settings, dataset: Dataset, train: Examples, parts: Parts, public: Examples | None = None
+    settings: Settings,
+    dataset: Dataset,
+    train: Examples,
+    parts: Parts,
+    public: Examples | None = None,
+    sent: Moments | None = None,
 ) -> Standard:
     """The mean and spread by which a run's examples are standardised; none for images, vectors and texts.
 
-    parts: positions in ``train`` of the clients' examples. Raises ConfigError where nobody has what is asked for.
+    parts: positions in ``train`` of the clients' examples. sent: what the sums of real sites came to; before they have
+    sent them, mean and spread are empty. Raises ConfigError where nobody has what is asked for.
     """
     asked, kind = settings.data.standardise, dataset.about.kind
     declared = _declared(settings, dataset)
@@ -89,16 +102,19 @@ def standard(
         raise ConfigError(f"data.standardise is for tables, series and vectors; {dataset.name} holds {dataset.many}")
     origin: Origin = asked or ("declared" if declared else "pooled")
     if origin == "none":
-        return _without(settings, train)
+        return unscaled(settings, train)
     if origin == "declared":
         if not declared:
             raise ConfigError("data.standardise = 'declared' needs data.mean and data.std, one number a column")
         return Standard("declared", *declared, notes=(_whose("declared", dataset),))
-    if settings.on_sites and origin in ("pooled", "own"):
+    if settings.on_sites and origin == "pooled":
         raise ConfigError(
-            f"data.standardise = {origin!r} would use data that sites keep; write data.mean and data.std, or set "
-            "data.standardise = 'server' (the public set's) or 'summed' (sums that sites send)"
+            "data.standardise = 'pooled' would use data that sites keep; write data.mean and data.std, or set "
+            "data.standardise = 'server' (the public set's), 'summed' (sums that sites send) or 'own' (each site's)"
         )
+    if origin == "summed" and settings.on_sites:
+        sums_work(settings, dataset.about, dataset.input_shape)  # raises now if it cannot be
+        return _said(origin, sent, dataset) if sent else Standard(origin)
     return _taken(settings, dataset, origin, train, parts, public)
 
 
@@ -114,14 +130,17 @@ def _taken(
     if origin == "pooled":
         return _said(origin, moments(train.values[torch.cat(list(each.values()))], fixed), dataset)
     if origin == "summed":
-        if settings.privacy.on:
-            raise ConfigError(
-                "data.standardise = 'summed' sends sums as they are, and [privacy] protects logits alone; write "
-                "data.mean and data.std, or set data.standardise = 'server'"
-            )
-        return _said(origin, summed([train.values[part] for part in each.values()], fixed), dataset)
+        work = sums_work(settings, dataset.about, dataset.input_shape)
+        sent = [_sums_sent(settings, work, client, train.values[part]) for client, part in each.items()]
+        return _said(origin, work.moments(sent), dataset)
     own = {client: moments(train.values[part], fixed) for client, part in each.items()}
     return Standard("own", by_client=own, notes=(_whose("own", dataset),))
+
+
+def _sums_sent(settings: Settings, work: SumUp, client: int, values: Tensor) -> tuple[Payload, int]:
+    """What a simulated client sends of its sums, with noise drawn by key, and how many examples it has."""
+    seed = seed_for(settings.seed, 0, 1, client, "privacy")
+    return settings.privacy.protect(work.sent(values), seed), len(values)
 
 
 def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -141,7 +160,8 @@ def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], 
     return tuple(map(float, mean)), tuple(map(float, std))
 
 
-def _without(settings: Settings, train: Examples) -> Standard:
+def unscaled(settings: Settings, train: Examples) -> Standard:
+    """No standard; raises ConfigError where missing numbers are to be the mean."""
     if settings.data.missing == "mean" and bool(train.values.isnan().any()):
         raise ConfigError("data.missing = 'mean' needs a mean: leave data.standardise out")
     return Standard("none")

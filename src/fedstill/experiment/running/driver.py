@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch import Tensor
 from fedstill.census import run_census
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.measures.base import Happened
-from fedstill.experiment.on_flower.carried import engine_of
-from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.on_flower.carried import engine_of, informed
+from fedstill.experiment.preparing.noised_sums import sums_work
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.preparing.summing import Summed, run_sums
 from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -26,7 +29,7 @@ from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.experiment.tracking.tracking import Named, Tracking
-from fedstill.files import digest
+from fedstill.files import digest, write_whole
 from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
@@ -37,6 +40,9 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 log = logging.getLogger("fedstill.run")
+
+BEFORE = "sums-name"
+"""The file with the name by which real sites know a run while they send their sums."""
 
 
 @dataclass
@@ -57,6 +63,7 @@ class Driver:
         self.tracking = Tracking(self.folder, settings, self.trackers)
         self.journal = journals.Journal(self.folder / "journal.jsonl", self.tracking.take)
         config, memory = digest((self.folder / "config.toml").read_bytes()), self.folder / "memory"
+        self.token = ""
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
         if isinstance(self.engine, SerialEngine):
@@ -78,18 +85,38 @@ class Driver:
             return self._resume(restored)
 
     def _start(self) -> Result:
+        summed = self._sums()
         with part(self.method, "setup", "before round 1"):
             state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
         split = self.measuring.dealt_out
-        told = {**versions(self.settings, self.world), **self.measuring.about()}
-        told |= {"split": write_split(self.folder, split)} if split else {}
+        told = self._told() | ({"split": write_split(self.folder, split)} if split else {})
         self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
+        if summed is not None:
+            self._append(summed.stage, summed.replies, summed.refused, summed.downs)
         if "label_counts" in self.method.requires():
             state = run_census(state, self.world, self.engine, self, self.settings.rules)
         else:
             self._save(state)
         return self._rounds(state)
+
+    def _sums(self) -> Summed | None:
+        """What real sites' sums came to, where they are standardised by these; the run then goes on with them as facts.
+
+        It is the first that happens, so that the journal's first line says by what inputs are standardised. Until there
+        is one, sites know the run by a name of its own.
+        """
+        ready = self.prepared
+        if not (self.settings.on_sites and ready.by.origin == "summed"):
+            return None
+        self.token = self._named_before()
+        work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
+        summed = run_sums(work, self.world, self.engine, self, self.settings.rules)
+        self.token = ""
+        self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
+        self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
+        self.measuring = replace(self.measuring, prepared=self.prepared)
+        return summed
 
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
@@ -144,8 +171,7 @@ class Driver:
     ) -> None:
         """Journal, measure and save a stage that is done (``watch.Watch``)."""
         began = time.perf_counter()
-        for event in self.measuring.stage(stage, replies, refused, downs):
-            self.journal.append(event)
+        self._append(stage, replies, refused, downs)
         measured = self.measuring.spent
         for event in self.measuring.look(self._happened(stage, replies, downs, state)):
             self.journal.append(event)
@@ -160,9 +186,19 @@ class Driver:
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
     ) -> None:
         """Journal a stage that ends the run. No checkpoint: a resume cuts the journal to the last."""
+        if self.token:  # of a stage before the journal's first line
+            self.journal.write("start", seconds_since_1970=time.time(), **self._told())
+        self._append(stage, replies, refused, downs)
+        self.journal.sync()
+
+    def _append(
+        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]
+    ) -> None:
         for event in self.measuring.stage(stage, replies, refused, downs):
             self.journal.append(event)
-        self.journal.sync()
+
+    def _told(self) -> dict[str, Any]:
+        return {**versions(self.settings, self.world), **self.measuring.about()}
 
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)
@@ -179,7 +215,16 @@ class Driver:
             named = evaluated_answers(self.method, state, self.world)
         return {name: within(self.method, "predictors", where, predict) for name, predict in named.items()}
 
+    def _named_before(self) -> str:
+        """What sites call the run before its journal begins: one name, so that sums with noise are not drawn twice."""
+        path = self.folder / BEFORE
+        if not path.is_file():
+            write_whole(path, secrets.token_hex(8).encode())
+        return path.read_text()
+
     def _identity(self) -> str:
         """Which run this is, for its clients: the same after a resume, another for every run."""
+        if self.token:
+            return self.token
         with self.journal.path.open("rb") as file:
             return digest(file.readline())[:16]

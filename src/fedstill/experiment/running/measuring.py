@@ -56,7 +56,7 @@ class Measuring:
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings.measure)
-        self.budget = Budget(settings.privacy, settings.method, self.prepared.world)
+        self.budget = Budget.of(self.prepared)
         self.rounds = settings.measured_in
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world

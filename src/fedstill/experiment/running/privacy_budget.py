@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedstill.census import census_stage
+from fedstill.experiment.preparing.noised_sums import sums_work
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.method import Method, acting
 from fedstill.records import SERVER, Payload, Stage, World
 from fedstill.wire.privacy import GROUP, Privacy, rows_of
@@ -16,25 +19,36 @@ from fedstill.wire.privacy import GROUP, Privacy, rows_of
 class Budget:
     """Counts each client's uploaded rows of logits, as the server sees them: what a client says of it has no part.
 
-    ``rows``: by client. One that was refused counts, and so does one that failed or did not answer in time, because its
-    logits may have been sent.
+    ``sums``: rows that each client sends before round 1, of which mean and spread are made. ``rows``: by client. One
+    that was refused counts, and so does one that failed or did not answer in time, because its logits may have been
+    sent.
     """
 
     privacy: Privacy
     method: Method
     world: World
+    sums: int = 0
     rows: Counter[int] = field(default_factory=Counter)
+
+    @staticmethod
+    def of(prepared: Prepared) -> Budget:
+        """The budget of a run; a simulation's clients have sent their sums when it begins."""
+        settings, data = prepared.settings, prepared.dataset
+        sums = sums_work(settings, data.about, data.input_shape).rows if prepared.by.origin == "summed" else 0
+        sent = Counter(dict.fromkeys(range(settings.clients), sums) if sums and not settings.on_sites else {})
+        return Budget(settings.privacy, settings.method, prepared.world, sums, sent)
 
     def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
         """Note in the clients' events of a stage how many rows of noised logits each sent; ``came``: what arrived."""
         for event in events:
             event.pop("noised_rows", None)
             client = event["client"]
-            if not self.privacy.on or stage.round == 0:  # which is the census
+            if not self.privacy.on or stage == census_stage(self.world):
                 continue
             if client == SERVER or client not in stage.clients or "idle" in event:
                 continue
-            asked = rows_of(acting(self.method, stage).expects(client, stage, self.world))
+            sums = stage.round == 0  # before round 1, beside the census
+            asked = self.sums if sums else rows_of(acting(self.method, stage).expects(client, stage, self.world))
             if rows := max(asked, rows_of(came.get(client, Payload()))):
                 event["noised_rows"] = rows
         self.count(events)
@@ -50,4 +64,10 @@ class Budget:
             return {}
         spent = {rows: self.privacy.epsilon(rows) for rows in {0, *self.rows.values()}}
         each = [spent[self.rows[c]] for c in range(self.world.clients)]
-        return {"privacy": {"epsilon": each, "delta": self.privacy.delta, "covers": GROUP}}
+        return {
+            "privacy": {
+                "epsilon": each,
+                "delta": self.privacy.delta,
+                "covers": f"{GROUP} and sums" if self.sums else GROUP,
+            }
+        }

@@ -22,6 +22,7 @@ from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
+from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.driver import Driver
 from fedstill.experiment.tracking.tracker import Track
 from fedstill.experiment.tracking.tracking import send_late, wanted
@@ -111,7 +112,7 @@ def resume(
             send_late(folder, settings, trackers, result.summary)
             return result
         sweep(folder)
-        prepared = prepare(settings, data, begun_split(folder))
+        prepared = prepare(settings, data, begun_split(folder), begun_sums(folder, settings))
         with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
             return driver.go()
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fedstill.data.form import About
-from fedstill.data.sources.table_rows import MISSING, table_rows, with_marks
+from fedstill.data.sources.table_rows import table_rows, with_marks
+from fedstill.data.table_inputs import MISSING
 from fedstill.data.sources.text import encoded
 from fedstill.errors import ConfigError, DataError, on_one_line
 from fedstill.origin import of_kind

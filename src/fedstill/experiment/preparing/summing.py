@@ -1,0 +1,111 @@
+"""The sums: the stage before round 1 in which sites send, by column, how many values they know, their sum and squares.
+
+Of these the server makes the mean and spread by which all standardise (``data.standardise = "summed"``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedstill.experiment.preparing.moments import Moments, Sums, moments_of, sums_of
+from fedstill.method import Engine
+from fedstill.records import NOTHING, Carry, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.verdicts import demand_quorum
+from fedstill.watch import Watch, replies_of, told
+from fedstill.wire.screen import Refusal, Rules, screen
+from fedstill.work import ClientWork
+
+SUMS = ("count", "total", "squares")
+"""The groups of a reply, each (D,) float64."""
+
+ROUNDING = 1e-9
+"""By what share of it a sum of squares may be too small, as float64 rounds."""
+
+Answers = Sequence[tuple[Payload, int]]
+"""What each client sent, and how many examples it has."""
+
+
+@dataclass(frozen=True)
+class SumUp(ClientWork):
+    """Send the sums of the training examples by column or channel, once, before round 1.
+
+    ``shape``: of an example. ``fixed``: columns of 0 and 1, which keep mean 0 and spread 1.
+    """
+
+    shape: tuple[int, ...]
+    fixed: Collection[int] = ()
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return self.sent(view.data.values.cpu()), NOTHING
+
+    @property
+    def rows(self) -> int:
+        """How many rows of the reply have noise."""
+        return 0
+
+    @property
+    def expected(self) -> Payload:
+        """What a reply looks like."""
+        return Payload(**{name: torch.zeros(self.shape[0], dtype=torch.float64) for name in SUMS})
+
+    def sent(self, values: Tensor) -> Payload:
+        """What a client with these values sends, before any noise."""
+        own = sums_of(values)
+        return Payload(**{name: getattr(own, name) for name in SUMS})
+
+    def moments(self, answers: Answers) -> Moments:
+        """The mean and spread that the clients' answers come to, in their order."""
+        return moments_of([Sums(*(up.tensor(name) for name in SUMS)) for up, _ in answers], self.fixed)
+
+    def refuses(self, reply: Reply) -> str:
+        """Why no numbers have these sums; empty if some may, or if the reply's form is for the screen to judge."""
+        sums = [one for name in SUMS if isinstance(one := reply.up.get(name), Tensor) and one.dtype == torch.float64]
+        if len(sums) < len(SUMS) or len({one.shape for one in sums}) > 1:
+            return ""
+        count, total, squares = sums
+        most = reply.examples * (self.shape[1] if len(self.shape) > 1 else 1)
+        if bool(((count < 0) | (count > most) | (count != count.round())).any()):
+            return f"its sums count {float(count.max()):g} values, and it claims {most}"
+        if bool((total * total > count * squares * (1 + ROUNDING)).any()):  # by Cauchy and Schwarz
+            return "no numbers have the sums and the sums of squares that it sends"
+        return ""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What the stage gave: the mean and spread, and what was accepted and refused, for the journal."""
+
+    moments: Moments
+    stage: Stage
+    replies: list[Reply]
+    refused: list[Refusal]
+    downs: dict[int, Payload]
+
+
+def sums_stage(world: World) -> Stage:
+    """The stage before round 1 in which every client sends its sums."""
+    return Stage(0, 1, "moments", tuple(range(world.clients)))
+
+
+def run_sums(work: SumUp, world: World, engine: Engine, watch: Watch, rules: Rules) -> Summed:
+    """Ask every client for its sums, and make mean and spread of them.
+
+    Clients that are refused do not count; raises TooFewReplies where fewer are left than the quorum, after
+    ``watch.failed``.
+    """
+    stage = sums_stage(world)
+    downs = {c: Payload() for c in stage.clients}
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came = [replace(reply, failure=reply.failure or work.refuses(reply)) for reply in came]
+    replies, refused = screen(lambda _: work.expected, stage, downs, came, rules)
+    with told(watch, stage, replies, refused, downs):
+        demand_quorum(stage, replies, refused, rules)
+        moments = work.moments([(reply.up, reply.examples) for reply in replies])
+        return Summed(moments, stage, replies, refused, downs)

@@ -1,0 +1,121 @@
+"""Sums with noise: the bound of what a client sends, what it comes to, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedstill.data.examples import Dataset
+from fedstill.data.sources import from_clients
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.preparing.noised_sums import LEAST_SPREAD, NoisedSums
+from fedstill.experiment.preparing.summing import SumUp
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
+from fedstill.wire.privacy import SUMS_GROUP, Privacy
+
+WORK = NoisedSums((3,), (1,), (0, 2), (0.0, -2.0), (100.0, 2.0), 5.0)
+"""Three columns, of which the second is of 0 and 1."""
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e3, 1e30])
+def test_whatever_the_values_a_row_is_no_longer_than_the_clipping(scale: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for share in (0.0, 0.5, 1.0):
+        values = scale * torch.randn(50, 3, generator=draw)
+        values[torch.rand(50, 3, generator=draw) < share] = torch.nan
+        rows = WORK.sent(values).tensor(SUMS_GROUP)
+        assert rows.shape == WORK.expected.tensor(SUMS_GROUP).shape == (2, 2)
+        assert float(rows.norm(dim=1).max()) <= WORK.clip * (1 + 1e-12)
+
+
+def test_the_longest_row_is_as_long_as_the_clipping() -> None:
+    rows = WORK.sent(torch.tensor([[1e9, 0.0, -1e9]])).tensor(SUMS_GROUP)
+    torch.testing.assert_close(rows.norm(dim=1), torch.full((2,), WORK.clip, dtype=torch.float64))
+
+
+def test_without_noise_they_are_the_moments_of_the_clipped_values() -> None:
+    draw = np.random.default_rng(0)
+    each = [draw.normal((60, 0.5, 0), (30, 1, 1.5), (size, 3)) for size in (20, 50)]
+    sent = [(WORK.sent(torch.from_numpy(own)), len(own)) for own in each]
+    got, every = WORK.moments(sent), np.concatenate(each)
+    clipped = np.stack([every[:, 0].clip(0, 100), every[:, 2].clip(-2, 2)], 1)
+    np.testing.assert_allclose(np.array(got.mean)[[0, 2]], clipped.mean(0), rtol=1e-10)
+    np.testing.assert_allclose(np.array(got.std)[[0, 2]], clipped.std(0), rtol=1e-10)
+    assert (got.mean[1], got.std[1]) == (0.0, 1.0)
+
+
+def test_noise_leaves_a_mean_within_the_limits_and_a_spread_that_can_be_divided_by() -> None:
+    wild = Privacy(clip=WORK.clip, noise=100.0)
+    for seed in range(20):
+        got = WORK.moments([(wild.protect(WORK.sent(torch.zeros(4, 3)), seed), 4)])
+        assert 0 <= got.mean[0] <= 100
+        assert 50 * LEAST_SPREAD <= got.std[0] <= 50
+
+
+def test_noise_has_the_spread_that_is_accounted_for() -> None:
+    wide = replace(WORK, shape=(4000,), places=tuple(range(4000)), low=(0.0,) * 4000, high=(1.0,) * 4000)
+    values = torch.zeros(1, 4000)
+    clean = wide.sent(values).tensor(SUMS_GROUP)
+    noised = Privacy(clip=wide.clip, noise=0.5).protect(wide.sent(values), None).tensor(SUMS_GROUP)
+    assert float((noised - clean).std()) == pytest.approx(0.5 * wide.clip, rel=0.05)
+
+
+def test_plain_sums_have_no_rows_to_account_for() -> None:
+    assert (SumUp((3,)).rows, WORK.rows) == (0, 2)
+
+
+CLIP = {"clip": 2.0, "noise": 8.0}
+
+
+def table() -> Dataset:
+    """Two columns of two clients."""
+    draw = torch.Generator().manual_seed(0)
+
+    def some(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(n, 2, generator=draw), torch.arange(n) % 2
+
+    data = from_clients("pairs", [(some(30), some(10)), (some(30), some(10))], kind="table", classes=["a", "b"])
+    return replace(data, about=replace(data.about, columns=("x", "y"), features=("x", "y")))
+
+
+def experiment(**data: Any) -> Experiment:
+    return Experiment(
+        method={"name": "hiper_fedkd"},
+        model={"name": "logistic"},
+        rounds=2,
+        plan={"epochs": 1},
+        data={"standardise": "summed", "public": 7, "public_from": "noise", **data},
+        privacy=CLIP,
+        measure=(),
+    )
+
+
+def test_a_simulation_counts_what_sums_cost_from_the_first_round_on(tmp_path: Path) -> None:
+    run(experiment(limits={"x": [-3, 3], "y": [-3.0, 3.0]}), tmp_path / "run", table())
+    told = [e["privacy"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
+    assert [one["epsilon"] for one in told] == [[Privacy(**CLIP).epsilon(2 + 7 * k)] * 2 for k in (1, 2)]
+    assert {one["covers"] for one in told} == {"logits and sums"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({}, "needs limits of each column, and 'x' has none"),
+    "one": ({"limits": {"x": [0, 1]}}, "needs limits of each column, and 'y' has none"),
+    "another column": ({"limits": {"z": [0, 1]}}, "names 'z', which is not among the standardised columns: x, y"),
+    "turned round": ({"limits": {"x": [1, 0], "y": [0, 1]}}, "'x' is from 1 to 0; give the lower number first"),
+    "one number": ({"limits": {"x": [1], "y": [0, 1]}}, "data.limits"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_limits_that_bound_nothing_are_refused(what: str, tmp_path: Path) -> None:
+    data, line = REFUSED[what]
+    with pytest.raises(ConfigError, match=line) as raised:
+        run(experiment(**data), tmp_path / "run", table())
+    assert "\n" not in str(raised.value)
