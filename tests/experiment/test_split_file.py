@@ -71,7 +71,7 @@ def test_a_resume_takes_the_split_of_the_file(whole: Path, tmp_path: Path, monke
         raise AssertionError("the split is drawn again")
 
     folder = begun(tmp_path)
-    monkeypatch.setattr("fedstill.experiment.preparing.prepared.split", drawn)
+    monkeypatch.setattr("fedstill.experiment.preparing.sharing.split", drawn)
     resume(folder, toys.blobs())
     assert_same_bits(bits(folder), bits(whole))
 
@@ -87,7 +87,7 @@ def test_a_lost_file_whose_split_cannot_be_drawn_again_is_named(tmp_path: Path) 
     folder, journal = begun(tmp_path), tmp_path / "begun/journal.jsonl"
     (folder / SPLIT).unlink()
     data = toys.blobs()
-    other = replace(data, train=Examples(data.train.images, data.train.labels.flip(0)))
+    other = replace(data, train=Examples(data.train.values, data.train.labels.flip(0)))
     before = journal.read_bytes()
     with pytest.raises(CorruptFile, match=r"split\.safetensors is gone, and the split that is drawn now is another"):
         resume(folder, other)
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_split_is_named(whole: Path, tmp_path: Path) -> None:
 
 def test_other_data_than_it_began_with_are_refused(tmp_path: Path) -> None:
     data = toys.blobs()
-    other = replace(data, train=Examples(data.train.images, data.train.labels.flip(0)))
+    other = replace(data, train=Examples(data.train.values, data.train.labels.flip(0)))
     with pytest.raises(DataError, match="the training data are not those that the run began with"):
         resume(begun(tmp_path), other)
 
