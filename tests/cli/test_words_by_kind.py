@@ -71,6 +71,7 @@ def test_the_journal_and_the_report_say_it_too(config: Path, capsys: pytest.Capt
     assert start["notes"] == NOTES
     assert start["inputs"]["standardise"] == "pooled"
     assert start["inputs"]["categories"] == [["ward", ["A", "B"]]]
+    assert "own tests, worst" in capsys.readouterr().out
     assert call(["report", "run", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
     assert '<section id="data">' in page

@@ -229,7 +229,11 @@ def _show(result: Result, again: bool) -> int:
         *_for_the_clients(s),
         *((what, terminal.percent(s[key])) for what, key in ON_OWN_TESTS if key in s),
         *(((what, terminal.percent(s[key])) for what, key in OF_SERVER) if s["accuracy"] is not None else ()),
-        *((m.title, terminal.percent(s[m.key])) for m in COLUMNS if m.key.startswith("query_") and m.key in s),
+        *(
+            (m.title, terminal.percent(s[m.key]))
+            for m in COLUMNS
+            if m.key.startswith(("query_", "own_test")) and m.key in s
+        ),
         *(
             (m.title, terminal.percent(v))
             for m in COLUMNS

@@ -130,12 +130,17 @@ def drawn_split(
     )
     for client, row in enumerate(rows):
         cells = "".join(wide * SHADES[min(4, -(-4 * n // top))] for n in row)
-        has = f"{sum(row):,} examples, {sum(n > 0 for n in counts[client])} classes"
+        has = f"{sum(row):,} examples, {_classes(counts[client])}"
         own = f", own test {tests[client]:,}" if client in tests else ", no own test" if tests else ""
         text.append(f"{shown[client]:>{side}}  {cells}  {has}{own}\n")
     if len(counts) > most:
         text.append(f"{'…':>{side}}  and {len(counts) - most:,} more clients\n")
     return text
+
+
+def _classes(counts: Sequence[int]) -> str:
+    there = sum(n > 0 for n in counts)
+    return f"{there} class" if there == 1 else f"{there} classes"
 
 
 def comparison_table(compared: Sequence[Group]) -> Table:

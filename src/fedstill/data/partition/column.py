@@ -27,7 +27,7 @@ def column(
 ) -> Parts:
     """Each value of a column is a client: a hospital, a writer, a person.
 
-    column: Its name. Its values, numbers by size and texts by letter, are clients 0, 1 and so on.
+    column: Its name. Its values in order, numbers by size and texts by letter, are clients 0, 1 and so on.
     own_test: A test set for each client: "column", the test split's rows of its own value, or a share of its rows.
     own_test_take: Which rows that share is: drawn, or the last (where neighbours overlap, as windows of a signal do).
     pool: Whether the training and the test split are put together first; the common test is then all own tests.
