@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,14 @@ def test_a_run_that_goes_on_keeps_its_sums(place: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(experiment(data, {}), place / "stopped", grid=grid(sites), on_round=stop)
+    resume(place / "stopped", grid=grid(sites))
+    assert [e["round"] for e in events(place / "stopped", "train")] == [1] * CLIENTS + [2] * CLIENTS
+    assert (place / "stopped" / "model.safetensors").read_bytes() == (
+        place / "whole" / "model.safetensors"
+    ).read_bytes()
+    assert len(events(place / "stopped", "moments")) == CLIENTS
+    shutil.rmtree(place / "stopped" / "checkpoints")  # as of a run that was killed before it saved any
+    (place / "stopped" / "summary.json").unlink()
     resume(place / "stopped", grid=grid(sites))
     assert len(events(place / "stopped", "moments")) == CLIENTS
     same = [(place / k / "model.safetensors").read_bytes() for k in ("whole", "stopped")]
