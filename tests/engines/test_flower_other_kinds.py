@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,14 @@ def test_a_run_that_goes_on_keeps_its_sums(place: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run(experiment(data, {}), place / "stopped", grid=grid(sites), on_round=stop)
+    resume(place / "stopped", grid=grid(sites))
+    assert [e["round"] for e in events(place / "stopped", "train")] == [1] * CLIENTS + [2] * CLIENTS
+    assert (place / "stopped" / "model.safetensors").read_bytes() == (
+        place / "whole" / "model.safetensors"
+    ).read_bytes()
+    assert len(events(place / "stopped", "moments")) == CLIENTS
+    shutil.rmtree(place / "stopped" / "checkpoints")  # as of a run that was killed before it saved any
+    (place / "stopped" / "summary.json").unlink()
     resume(place / "stopped", grid=grid(sites))
     assert len(events(place / "stopped", "moments")) == CLIENTS
     same = [(place / k / "model.safetensors").read_bytes() for k in ("whole", "stopped")]
@@ -312,23 +321,20 @@ def test_facts_that_contradict_themselves_are_refused(what: str) -> None:
         Facts.of(WRONG[what])
 
 
-NOISED = {
-    "method": {"name": "hiper_fedkd"},
-    "privacy": {"clip": 2.0, "noise": 8.0},
-    "data": {
-        "name": "none",
-        **TABLE,
-        "standardise": "summed",
-        "limits": {"age": [0, 120], "pressure": [50, 250]},
-        "public": 9,
-        "public_from": "noise",
-    },
+NOISED: dict[str, Any] = {
+    "name": "none",
+    **TABLE,
+    "standardise": "summed",
+    "limits": {"age": [0, 120], "pressure": [50, 250]},
+    "public": 9,
+    "public_from": "noise",
 }
 
 
 def test_sums_with_noise_are_drawn_once_and_counted(place: Path) -> None:
     sites = hospitals(place)
-    what = experiment(NOISED["data"], {}, **{k: v for k, v in NOISED.items() if k != "data"}, clients={"quorum": 1.0})
+    privacy = {"method": {"name": "hiper_fedkd"}, "privacy": {"clip": 2.0, "noise": 8.0}}
+    what = experiment(NOISED, {}, **privacy, clients={"quorum": 1.0})
     away = [*sites[:2], Site(2, place / "memory2", data=str(place / "nowhere"))]
     with pytest.raises(TooFewReplies, match="stage 'moments': 2 of 3 clients replied well"):
         run(what, place / "run", grid=grid(away))

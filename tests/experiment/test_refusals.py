@@ -126,7 +126,13 @@ def yes(client: int, round: int) -> dict[str, object]:
         ),
         (
             [no(3, 0), yes(3, 1)],
-            "1 of 2 replies refused, of 1 of 6 clients, in 0 of 2 rounds, first: client 3 in the census: why",
+            "1 of 2 replies refused, of 1 of 6 clients, in 0 of 2 rounds, first: "
+            "client 3 in the stage 'census' before round 1: why",
+        ),
+        (
+            [{**no(3, 0), "name": "moments"}, yes(3, 1)],
+            "1 of 2 replies refused, of 1 of 6 clients, in 0 of 2 rounds, first: "
+            "client 3 in the stage 'moments' before round 1: why",
         ),
     ],
 )

@@ -108,8 +108,9 @@ def standard(
             raise ConfigError("data.standardise = 'declared' needs data.mean and data.std, one number a column")
         return Standard("declared", *declared, notes=(_whose("declared", dataset),))
     if settings.on_sites and origin == "pooled":
+        said = "= 'pooled'" if asked else "is unset, and 'pooled'"
         raise ConfigError(
-            "data.standardise = 'pooled' would use data that sites keep; write data.mean and data.std, or set "
+            f"data.standardise {said} would use data that sites keep; write data.mean and data.std, or set "
             "data.standardise = 'server' (the public set's), 'summed' (sums that sites send) or 'own' (each site's)"
         )
     if origin == "summed" and settings.on_sites:

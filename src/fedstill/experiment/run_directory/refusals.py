@@ -54,7 +54,9 @@ class Refusals:
             replies = f"{len(self.refused)} of {len(self.refused) + len(self.accepted)} replies"
             how = f"{replies} refused, of {who}, in {len(rounds)} of {self.rounds} rounds"
         name = "the server" if first["client"] == SERVER else f"client {first['client']}"
-        when = f"round {first['round']}" if first["round"] else "the census"
+        when = (
+            f"round {first['round']}" if first["round"] else f"the stage {first.get('name', 'census')!r} before round 1"
+        )
         return f"{how}, first: {name} in {when}: {first['refused']}"
 
     @property

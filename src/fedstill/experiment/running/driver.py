@@ -109,6 +109,9 @@ class Driver:
         ready = self.prepared
         if not (self.settings.on_sites and ready.by.origin == "summed"):
             return None
+        if ready.by.mean:  # of a run that was stopped before its first checkpoint: it begins anew
+            ready = prepare(self.settings, ready.dataset)
+            self.engine = informed(self.engine, ready)
         self.token = self._named_before()
         work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
         summed = run_sums(work, self.world, self.engine, self, self.settings.rules)
