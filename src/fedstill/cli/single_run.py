@@ -20,9 +20,6 @@ OF_SERVER = (
 )
 """What is said of the server's model."""
 
-ON_OWN_TESTS = (("accuracy on own tests, mean", "own_test_accuracy"), ("the lowest", "own_test_worst"))
-"""What is said where clients have test sets of their own."""
-
 DEAR = 0.25
 """From which share of training on a measure's cost is warned of."""
 
@@ -227,7 +224,6 @@ def _show(result: Result, again: bool) -> int:
     s = result.summary
     rows = [
         *_for_the_clients(s),
-        *((what, terminal.percent(s[key])) for what, key in ON_OWN_TESTS if key in s),
         *(((what, terminal.percent(s[key])) for what, key in OF_SERVER) if s["accuracy"] is not None else ()),
         *(
             (m.title, terminal.percent(s[m.key]))

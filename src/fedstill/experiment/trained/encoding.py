@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedstill.data.form import About
 from fedstill.data.sources.table_rows import table_rows, with_marks
-from fedstill.data.table_inputs import MISSING
 from fedstill.data.sources.text import encoded
+from fedstill.data.table_inputs import MISSING
 from fedstill.errors import ConfigError, DataError, on_one_line
 from fedstill.origin import of_kind
 
