@@ -79,6 +79,7 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "lg_fedavg": ["layers"],
     "fedbe": ["cycle"],
     "pfnm": ["passes"],
     "clue": ["participants"],
