@@ -16,6 +16,7 @@ BELOW_ZERO = {
     "fedlc": ["margin"],
     "fedrs": ["alpha"],
     "feddc": ["alpha"],
+    "ditto": ["strength"],
     "fedgkd": ["weight"],
     "fedgkd_vote": ["weight"],
     "fedlmd": ["beta"],

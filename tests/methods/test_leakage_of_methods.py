@@ -32,7 +32,7 @@ STAGES = {
     **{name: (stage,) for name, stage in BY_LOGITS.items()},
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
-SEND_A_PART = ["fedbabu", "lg_fedavg"]
+SEND_A_PART = ["fedbabu", "fedrep", "lg_fedavg"]
 """What these send is no model that could be asked about an image: the measure is refused, in one line."""
 NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {"fedavg_once", "pfnm"}
 

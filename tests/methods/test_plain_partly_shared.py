@@ -1,4 +1,4 @@
-"""The methods whose clients send a part of their model, against a plain implementation of each."""
+"""The methods whose clients keep a part of their model, or a whole one, against a plain implementation of each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from fedstill.keys import generator, seed_for
 from fedstill.records import Payload, Reply
+from fedstill.trees import same_bits
 from fedstill.wire.screen import Rules, screen
 
-ALL = {"topology": {"clients": 6, "sampled": 6}}
 HEAD, BODY = ("head.weight", "head.bias"), ("body.1.weight", "body.1.bias")
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -82,9 +82,8 @@ def test_entries_that_do_not_travel_keep_their_bits_on_both_sides() -> None:
     assert any(before.load(c) for c in resting)
     for c in resting:
         assert memory.load(c).keys() == before.load(c).keys()
-        assert not before.load(c) or all(
-            torch.equal(memory.load(c).params[k], v) for k, v in before.load(c).params.items()
-        )
+        if before.load(c):
+            assert same_bits(memory.load(c).params, before.load(c).params)
 
 
 def test_fedbabu() -> None:
@@ -129,3 +128,92 @@ def test_a_shared_part_that_blows_up_is_refused_as_a_whole_model_is(name: str) -
     _, (refusal,) = screen(lambda c: method.expects(c, stage, ready.world), stage, downs, [reply], Rules())  # type: ignore[arg-type]
     assert "its shared parameters' norm" in refusal.reason
     assert refusal.diverged
+
+
+def test_fedrep() -> None:
+    plan = {"head": {"epochs": 2}, "train": {"epochs": 1}, "finetune": {"epochs": 1}}
+    ready = ready_for("fedrep", rounds=3, plan=plan)
+    fed = Federation(ready)
+    server, own = fed.start, dict.fromkeys(range(6), fed.start)
+    for round in (1, 2, 3):
+        cohort, sizes = fed.cohort(round), {c: len(fed.data(c)[1]) for c in range(6)}
+        for c in cohort:
+            both = {**own[c], **{k: server[k] for k in BODY}}
+            fitted = train(fed, both, round, c, HEAD, stage=0, epochs=2)
+            assert all(torch.equal(fitted[k], server[k]) for k in BODY)
+            own[c] = train(fed, fitted, round, c, BODY, stage=1, epochs=1)
+        total = sum(sizes[c] for c in cohort)
+        server = {**server, **{k: sum(sizes[c] * own[c][k] for c in cohort) / total for k in BODY}}
+    states, memory = drive(ready)
+    check(states[-1].params, server)
+    for c in range(6):
+        both = {**own[c], **{k: server[k] for k in BODY}}
+        check(memory.load(c).params, train(fed, both, 3, c, HEAD, stage=2, epochs=1))
+
+
+ORDERED = {"shuffle": False}
+"""The order of examples is drawn for each stage of a round; in data order two methods can be compared to the bit."""
+
+
+def test_without_epochs_of_the_head_fedrep_trains_as_fedbabu() -> None:
+    plan = {**ORDERED, "head": {"epochs": 0}, "finetune": {"epochs": 0}, "train": {"epochs": 2}}
+    ours = drive(ready_for("fedrep", plan=plan))[0][-1].params
+    babu = {"name": "fedbabu", "aggregation": "examples"}
+    theirs = drive(ready_for(babu, plan={**ORDERED, "finetune": {"epochs": 0}}))[0][-1].params
+    assert same_bits(ours, theirs)
+
+
+def test_fedreps_head_is_trained_under_the_received_statistics() -> None:
+    ready = ready_for("fedrep", model="toy_batchnorm", rounds=1, plan={"lr": 0.02, "train": {"epochs": 0}})
+    states, memory = drive(ready)
+    start, client = ready.world.initial(0), ready.settings.topology(1, ready.world)[0].clients[0]
+    assert all(torch.equal(states[-1].params[k], v) for k, v in start.items() if v.is_floating_point() is False)
+    assert torch.equal(memory.load(client).params["body.1.running_mean"], start["body.1.running_mean"])
+    assert not torch.equal(memory.load(client).params["head.weight"], start["head.weight"])
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_ditto(strength: float) -> None:
+    ready = ready_for({"name": "ditto", "strength": strength}, rounds=3, plan={"personal": {"epochs": 1}})
+    fed = Federation(ready)
+    server, own = fed.start, dict.fromkeys(range(6), fed.start)
+    for round in (1, 2, 3):
+        sent, sizes = {}, {c: len(fed.data(c)[1]) for c in fed.cohort(round)}
+        for c in sizes:
+
+            def loss(model: nn.Module, x: Tensor, y: Tensor, w: Params = server) -> Tensor:
+                far = sum(((p - w[k]) ** 2).sum() for k, p in model.named_parameters())
+                return ce(model, x, y) + strength / 2 * far
+
+            own[c] = train(fed, own[c], round, c, stage=0, epochs=1, loss=loss)
+            sent[c] = train(fed, server, round, c, stage=1)
+        server = {k: sum(n * sent[c][k] for c, n in sizes.items()) / sum(sizes.values()) for k in server}
+    states, memory = drive(ready)
+    check(states[-1].params, server)
+    for c in range(6):
+        if any(c in fed.cohort(r) for r in (1, 2, 3)):
+            check(memory.load(c).params, own[c])
+
+
+@pytest.mark.parametrize("strength", [0.0, 3.0])
+def test_dittos_global_model_is_that_of_federated_averaging_to_the_bit(strength: float) -> None:
+    ours, theirs = (
+        drive(ready_for(m, rounds=3, plan={"lr": 0.05, **ORDERED}))[0][-1].params
+        for m in ({"name": "ditto", "strength": strength}, "fedavg")
+    )
+    assert same_bits(ours, theirs)
+
+
+def test_at_strength_0_dittos_own_models_are_those_of_clients_that_train_alone() -> None:
+    same = {"rounds": 3, "topology": {"clients": 6}, "plan": ORDERED}
+    alone = drive(ready_for({"name": "lg_fedavg", "layers": 0}, **same))[1]
+    ours = drive(ready_for({"name": "ditto", "strength": 0.0}, **same))[1]
+    for c in range(6):
+        check(ours.load(c).params, alone.load(c).params)
+
+
+def test_a_client_that_was_never_drawn_remembers_nothing() -> None:
+    ready = ready_for("ditto", rounds=1, topology={"clients": 6, "sampled": 2})
+    memory = drive(ready)[1]
+    drawn = set(Federation(ready, sampled=2).cohort(1))
+    assert [bool(memory.load(c)) for c in range(6)] == [c in drawn for c in range(6)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.ft_fedavg import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
-from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -34,18 +34,13 @@ class FedBABU(PartlyShared):
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, LAST: FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
+    silent: ClassVar[frozenset[str]] = frozenset({LAST})
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if not in_head(name)]
 
     def work(self, stage: Stage) -> ClientWork:
-        return FineTuned(self) if stage.name == LAST else BodyAlone(self)
-
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return NOTHING if stage.name == LAST else super().expects(client, stage, world)
-
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state if stage.name == LAST else super().fold(state, replies, stage, world)
+        return KeepsItsOwn(self, LAST) if stage.name == LAST else BodyAlone(self, stage.name)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """The averaged body under the head that all clients have."""
@@ -61,11 +56,3 @@ class BodyAlone(KeepsItsOwn):
 
     def trainable(self, name: str) -> bool:
         return not in_head(name)
-
-
-@dataclass(frozen=True)
-class FineTuned(KeepsItsOwn):
-    """Local training of the whole from the averaged body and the fixed head; the model stays at the client."""
-
-    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return NOTHING, super().end(params, carry, ran, view, world)[1]

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedstill.aggregate import Weighting, weighted_mean
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
-from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.trees import only
 from fedstill.work import ClientWork
 
@@ -28,6 +28,8 @@ class PartlyShared(FedAvg):
 
     permits: ClassVar[frozenset[str]] = frozenset()  # what is sent is no whole model
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
+    silent: ClassVar[frozenset[str]] = frozenset()
+    """The stages in which a client trains what is its own, and sends nothing."""
 
     aggregation: Weighting = "uniform"
 
@@ -43,13 +45,15 @@ class PartlyShared(FedAvg):
         return Payload(shared=self.shared(state.params))
 
     def work(self, stage: Stage) -> ClientWork:
-        return KeepsItsOwn(self)
+        return KeepsItsOwn(self, stage.name)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(shared=self.shared(world.initial(client)))
+        return NOTHING if stage.name in self.silent else Payload(shared=self.shared(world.initial(client)))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         """Entries that do not travel keep their bits."""
+        if stage.name in self.silent:
+            return state
         return state.next(params={**state.params, **weighted_mean(replies, "shared", self.aggregation)})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -63,13 +67,15 @@ class KeepsItsOwn(ClientWork):
     """Local training of the client's own model with the shared entries received; it remembers what it ends with."""
 
     method: PartlyShared
+    stage: str
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         own = memory.params if memory else {}
         return Carry({**world.initial(view.client), **own, **down.tensors("shared")})
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return Payload(shared=self.method.shared(params)), Payload(params=params)
+        up = NOTHING if self.stage in self.method.silent else Payload(shared=self.method.shared(params))
+        return up, Payload(params=params)
 
 
 def in_head(name: str) -> bool:
