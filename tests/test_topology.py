@@ -63,6 +63,14 @@ def test_parallel_takes_stages_before_after_and_on_the_server() -> None:
     assert middle[1].view == "public"
 
 
+def test_a_stage_before_every_rounds_training_is_for_the_rounds_clients() -> None:
+    schedule = Parallel(sampled=2, first="warm", before="head")
+    first, second = (schedule(r, Small()) for r in (1, 2))
+    assert [(s.name, s.index) for s in first] == [("warm", 0), ("head", 1), ("train", 2)]
+    assert [s.name for s in second] == ["head", "train"]
+    assert second[0].clients == second[1].clients == tuple(sorted(sample(Small(), 2, 2)))
+
+
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     stages = Sequential(sampled=5)(4, Small())
     assert [s.index for s in stages] == list(range(5))

@@ -96,6 +96,9 @@ class Payload(Mapping[str, Group]):
 
 NOTHING = Payload()
 
+KEEP = Payload()
+"""What ``ClientWork.end`` gives in place of a memory where the client is to remember what it did before."""
+
 
 def many(name: str, groups: Mapping[int, Tensors]) -> dict[str, Group]:
     """Groups ``name.id``, one for each id: how many models travel in one payload."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from fedstill.errors import BadPayload
 from fedstill.model_spec import ModelSpec
-from fedstill.payload import NOTHING, Group, Payload, Tensors, many
+from fedstill.payload import KEEP, NOTHING, Group, Payload, Tensors, many
 from fedstill.plan import Plan
 from fedstill.queries import Asking
 from fedstill.training import Carry, Ends, Ran, Step, Teacher
 
 __all__ = [
+    "KEEP",
     "NOTHING",
     "SERVER",
     "Carry",

@@ -58,9 +58,12 @@ class Parallel(_Sampled):
     """A stage of this name stands before round 1's, for all clients."""
     last: str = ""
     """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
+    before: str = ""
+    """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        stages = [Stage(round, 0, "train", tuple(sorted(self.drawn(round, world))))]
+        clients = tuple(sorted(self.drawn(round, world)))
+        stages = [Stage(round, 0, name, clients) for name in (self.before, "train") if name]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, _everyone(world)))
         if self.server:

@@ -12,7 +12,7 @@ from fedstill.errors import TRACEBACK, BadPayload, BadReturn, Diverged, Fedstill
 from fedstill.origin import definition, is_users, reason
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.watch import place
-from fedstill.wire.screen import Refusal, Rules
+from fedstill.wire.screen import MODELS, Refusal, Rules
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def guard_norm(state: State, stage: Stage, replies: Sequence[Reply], world: Worl
     norm, limit = trees.norm(state.params), GROWTH * max(1.0, trees.norm(world.initial(SERVER)))
     if norm <= limit:
         return
-    sizes = {r.client: trees.norm(r.up.params) for r in replies if "params" in r.up}
+    sizes = {r.client: trees.norm(r.up.tensors(g)) for r in replies for g in MODELS if g in r.up}
     worst = max(sizes, key=lambda c: sizes[c]) if sizes else stage.clients[0]
     raise Diverged(
         f"{place(stage)}: the parameters' norm is {norm:.3g}, over the guard of {limit:.3g}; the largest came from "

@@ -26,7 +26,7 @@ class ClientWork:
         return {"ce": cross_entropy(step.logits(), step.y)}
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        """What is sent up, and what this client remembers until it acts again."""
+        """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it did before."""
         return Payload(params=params), NOTHING
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:

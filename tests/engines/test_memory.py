@@ -10,7 +10,7 @@ import torch
 from fedstill.engines.memory import Memory
 from fedstill.errors import CorruptFile
 from fedstill.files import digest
-from fedstill.records import NOTHING, Payload, Stage
+from fedstill.records import KEEP, NOTHING, Payload, Stage
 from fedstill.wire.codec import decode, encode
 
 
@@ -123,3 +123,13 @@ def test_a_file_whose_digest_is_right_and_whose_content_is_none_is_damaged_too(t
 def test_of_what_is_remembered_already() -> None:
     memory = Memory.of({4: said(9)})
     assert (remembered(memory, 4), remembered(memory, 0)) == (9, None)
+
+
+def test_what_is_to_be_kept_is_what_the_client_remembered_before(tmp_path: Path) -> None:
+    for memory in (Memory(), Memory(tmp_path)):
+        for index, given in enumerate((Payload(visits=3), KEEP)):
+            memory.hold(1, given)
+            memory.hold(2, KEEP)
+            memory.commit(Stage(1, index, "train", (1, 2)), (1, 2))
+        assert memory.load(1).number("visits") == 3
+        assert not memory.load(2), "there was nothing to keep"

@@ -13,6 +13,14 @@ HIPER = ["hiper_fedkd", "hiper_baseline", "hiper_temperature", "hiper_standardis
 QKTS = ("qkt", "qkt_light", "qkt_light_volunteer", "qkt_light_server", "qkt_var_e")
 BELOW_ZERO = {
     "fedprox": ["mu"],
+    "fedlc": ["margin"],
+    "fedrs": ["alpha"],
+    "feddc": ["alpha"],
+    "ditto": ["strength"],
+    "fedgkd": ["weight"],
+    "fedgkd_vote": ["weight"],
+    "fedlmd": ["beta"],
+    "fedlmd_tf": ["beta"],
     "fedntd": ["beta"],
     "fedntd_mse": ["beta"],
     "feddkd": ["alpha", "beta"],
@@ -51,6 +59,10 @@ ZERO_TOO = {
     "fedbe": ["temperature", "concentration", "low"],
     "feddyn": ["alpha"],
     "fedavgm": ["server_lr"],
+    "fedlmd": ["temperature"],
+    "fedgkd": ["temperature", "models", "from_round"],
+    "fedgkd_vote": ["temperature", "models", "from_round", "vote_temperature"],
+    "fedlmd_tf": ["temperature"],
     "fedcurv": ["samples"],
     "fedalign": ["width", "iterations"],
     "cwc": ["epsilon"],
@@ -68,6 +80,7 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "lg_fedavg": ["layers"],
     "fedbe": ["cycle"],
     "pfnm": ["passes"],
     "clue": ["participants"],
@@ -78,6 +91,7 @@ TOO_MUCH = [
     ("fedavgm", "momentum", 1.0),
     ("fedalign", "width", 1.0),
     ("kd_ntd", "mix", 1.5),
+    ("fedrs", "alpha", 1.5),
     ("feddkd_groups", "first", 1.5),
     ("cwc", "decay", 1.5),
     ("fedbe", "low", 1.5),
@@ -110,6 +124,8 @@ OTHER = [
     ("qkt_light_server", "start", "own"),
     ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
+    ("fedlc", "denominator", "none"),
+    ("fedrs", "scaling", "all"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),

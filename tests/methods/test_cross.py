@@ -21,7 +21,7 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
 ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
-SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova"}
+SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova", "feddc", "fedgkd_vote", "fedrep", "ditto"}
 
 
 def experiment(method: object, topology: str) -> Experiment:
@@ -81,6 +81,10 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("fednova", "sequential", "method fednova on topology sequential: .*method fedseq"),
         ("fedavgm", "sequential", "hands on the model as a client left it"),
         ("feddyn", "sequential", "choose method fedprox"),
+        ("feddc", "sequential", "mean drift would move it"),
+        ("fedrep", "sequential", "fit their heads first; .* topology.before = 'head'"),
+        ("ditto", "sequential", "topology.before = 'personal'"),
+        ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
         ("feddf", "sequential", "an ensemble needs several"),
         ("fedbe", "sequential", "an ensemble needs several"),
         ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),

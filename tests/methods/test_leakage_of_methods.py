@@ -9,6 +9,7 @@ import pytest
 
 import toys
 from fedstill import registry
+from fedstill.errors import ConfigError
 from fedstill.experiment.running.runner import run
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
@@ -31,10 +32,18 @@ STAGES = {
     **{name: (stage,) for name, stage in BY_LOGITS.items()},
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
+SEND_A_PART = ["fedbabu", "fedrep", "lg_fedavg"]
+"""What these send is no model that could be asked about an image: the measure is refused, in one line."""
 NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {"fedavg_once", "pfnm"}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", SEND_A_PART)
+def test_a_part_of_a_model_is_not_attacked_and_the_refusal_says_so(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"clients of method {name} send neither models nor logits but shared"):
+        run(toys.toy(name, measure=("leakage",)), None, toys.blobs())
+
+
+@pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_A_PART])
 def test_every_method_that_there_is_can_be_attacked(name: str, tmp_path: Path) -> None:
     slim = {"model": plain.toy_slim.__name__} if name == "fedalign" else {}
     few = {**toys.suited(name), "rounds": 1, "plan": {"epochs": 1, "batch": 20, "lr": 0.05}, **slim}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedstill.errors import BadPayload, CorruptFile
 from fedstill.files import digest, make_folder, remove, write_whole
-from fedstill.records import NOTHING, Payload, Stage
+from fedstill.records import KEEP, NOTHING, Payload, Stage
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
 
@@ -46,8 +46,8 @@ class Memory:
             raise CorruptFile(f"{path}, the memory of client {client}, cannot be used: {error}") from error
 
     def hold(self, client: int, memory: Payload) -> None:
-        """Take what a client remembers of a stage that is not committed yet."""
-        self._held[client] = memory
+        """Take what a client remembers of a stage that is not committed yet; ``KEEP``: what it did before."""
+        self._held[client] = self.load(client) if memory is KEEP else memory
 
     def held(self, client: int) -> Payload:
         """What a client remembers of a stage that is not committed yet; nothing, if it remembers nothing."""

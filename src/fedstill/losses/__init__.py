@@ -16,10 +16,12 @@ from fedstill.losses.distillation import (
     soft_cross_entropy,
     standardize,
 )
+from fedstill.losses.label_counts import adjusted_cross_entropy, minority_kd
 from fedstill.losses.multi_teacher import confidence_weights, entropy_weights, multi_kd, multi_nckd, multi_tckd
 from fedstill.losses.penalties import proximal, quadratic
 
 __all__ = [
+    "adjusted_cross_entropy",
     "confidence_weights",
     "cross_entropy",
     "entropy_weights",
@@ -27,6 +29,7 @@ __all__ = [
     "logit_error",
     "masked_ce",
     "masked_kl",
+    "minority_kd",
     "model_contrast",
     "multi_kd",
     "multi_nckd",

@@ -25,6 +25,8 @@ P = ParamSpec("P")
 MAX_EXAMPLES = 10**7
 """The most examples that a client may claim, if the config says nothing else."""
 MostExamples = Annotated[int, Interval(ge=1, le=10**9)]
+MODELS = ("params", "shared")
+"""The groups that hold a model's parameters, all or a part: they may not come back far larger than they were sent."""
 MAX_STRING = 1 << 16
 MAX_NUMBER = 2**63
 
@@ -180,12 +182,14 @@ def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> s
                     return f"{name}{'/' if k else ''}{k} holds numbers that are not finite"
         if isinstance(group, float) and not abs(group) < float("inf"):
             return f"{name} is {group}"
-    if "params" not in up or "params" not in down:
-        return ""
-    group = id(down["params"])  # which most clients share, and which lives as long as the stage
+    return next((bad for n in MODELS if n in up and n in down and (bad := _grown(n, norms[n], down, limit, sent))), "")
+
+
+def _grown(name: str, norm: float, down: Payload, limit: float, sent: dict[int, float]) -> str:
+    group = id(down[name])  # which most clients share, and which lives as long as the stage
     if group not in sent:
-        sent[group] = max(1.0, trees.norm(down.params))
-    norm, reference = norms["params"], sent[group]
-    if norm > limit * reference:
-        return f"its parameters' norm {norm:.3g} is over {limit:g} times the {reference:.3g} it was sent"
+        sent[group] = max(1.0, trees.norm(down.tensors(name)))
+    if norm > limit * sent[group]:
+        what = "parameters'" if name == "params" else f"{name} parameters'"
+        return f"its {what} norm {norm:.3g} is over {limit:g} times the {sent[group]:.3g} it was sent"
     return ""

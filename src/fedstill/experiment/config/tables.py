@@ -77,7 +77,7 @@ class DataTable:
     public_from: str = "train"
     """Where public images come from: train, noise, another data set, or a folder of images."""
     public_labels: bool = True
-    """Whether the labels of public images are used, for measures and FedMD's first stage."""
+    """Whether the labels of public images are used: by measures, and in stages that say so (FedMD, FedGKD-VOTE)."""
     public_resize: bool = False
     """Whether public images are brought to the size and channels of the run's images."""
     mean: Annotated[tuple[float, ...], Len(1, 100_000)] | None = None

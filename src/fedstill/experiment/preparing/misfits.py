@@ -92,9 +92,11 @@ def _check_widths(name: str, models: set[ModelSpec]) -> None:
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
+        optional = reading[0] == getattr(settings.topology, "first", "")
+        todo = 'leave it out with topology.first = ""' if optional else "set [data] public to examples with labels"
         raise IncompatibleMethod(
             f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public examples, "
-            'and these have none; leave it out with topology.first = ""'
+            f"and these have none; {todo}"
         )
 
 

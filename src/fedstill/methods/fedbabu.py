@@ -1,0 +1,58 @@
+"""FedBABU: only the body is trained and averaged, under a head that stays random; in the end each client fine-tunes.
+
+Source: Oh et al., "FedBABU: Toward Enhanced Representation for Federated Image Classification" (2022), and its code.
+State: the global parameters, of which the head stays as it was; nothing more.
+Memory: params = the client's fine-tuned model, after the last round.
+Reading: the code leaves the head in the optimiser at a learning rate of 0; here it is not trained, which is the same.
+Reading: its clients train at 0.1, a tenth of that after half and three quarters of the rounds; here as in the other
+methods' tables. Fine-tuning takes five epochs, as there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.ft_fedavg import LAST
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
+from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Stage, State, Tensors, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedbabu")
+@dataclass(frozen=True)
+class FedBABU(PartlyShared):
+    """Average bodies trained under one fixed random head, and in the end fine-tune the whole at every client."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, LAST: FEDNTD_PLAN}
+    personal: ClassVar[frozenset[str]] = frozenset({LAST})
+    silent: ClassVar[frozenset[str]] = frozenset({LAST})
+
+    def shares(self, entries: Sequence[str]) -> Sequence[str]:
+        return [name for name in entries if not in_head(name)]
+
+    def work(self, stage: Stage) -> ClientWork:
+        return KeepsItsOwn(self, LAST) if stage.name == LAST else BodyAlone(self, stage.name)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The averaged body under the head that all clients have."""
+        return FedAvg.predictors(self, state, world)
+
+
+@dataclass(frozen=True)
+class BodyAlone(KeepsItsOwn):
+    """Local training of the body; the head is everybody's, and nothing is remembered."""
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return super().end(params, carry, ran, view, world)[0], NOTHING
+
+    def trainable(self, name: str) -> bool:
+        return not in_head(name)

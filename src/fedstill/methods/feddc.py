@@ -1,0 +1,124 @@
+"""FedDC: each client tracks how far it drifts from the global model, trains around that drift, and the server adds it.
+
+Source: Gao et al., "FedDC: Federated Learning with Non-IID Data via Local Drift Decoupling and Correction" (2022), and
+its code; training settings from the code.
+Symbols: alpha = weight of the drift's penalty; h_k = a client's drift, g_k = its gradient in the last visit, g = the
+server's; v_k = the client's number of examples over the clients' mean number.
+State: the global parameters; drift = the mean of h_k over all clients, for each trained parameter, 0 at first; gradient
+= g, likewise; labels = the census's label counts (clients, C), of which the sums give v_k.
+Memory: drift = h_k; gradient = g_k, each for each trained parameter.
+Reading: with some clients a round, the paper averages w_k + h_k over them; the code averages w_k over them and h_k over
+all clients, as here. The server needs no drifts for that: it adds what moved.
+Reading: alpha and g are divided by v_k at the client and the change of g_k is multiplied by it, as in the code. A
+client without examples counts as one of the mean size.
+Reading: g_k is the way over steps times learning rate. The code takes one number of steps for all clients and the first
+round's rate; here both are the visit's own. Momentum is not counted: the code's plan has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.fields import NonNegative
+from fedstill.losses import proximal
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.fednova import direction_of
+from fedstill.models.contract import trainable_names
+from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.trees import add, only, scale, sub, zeros_like
+from fedstill.work import ClientWork
+
+
+@method("feddc")
+@dataclass(frozen=True)
+class FedDC(FedAvg):
+    """Train around each client's drift from the global model, with corrected gradients, and add the mean drift."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
+    permits: ClassVar[frozenset[str]] = frozenset()  # changes of gradients are sent, too
+    plans: ClassVar[Mapping[str, Plan]] = {
+        "train": replace(FEDNTD_PLAN, lr=0.1, lr_decay=0.998, momentum=0.0, weight_decay=1e-3, clip_norm=10.0)
+    }
+
+    aggregation: Weighting = "uniform"
+    alpha: NonNegative = 0.01
+    """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return (
+            "a chain hands on the model as a client left it, and the server's mean drift would move it between "
+            "clients; choose method fedprox, or topology.kind = 'parallel'"
+            if stages[0].hop
+            else ""
+        )
+
+    def setup(self, world: World) -> State:
+        start = super().setup(world)
+        zeros = zeros_like(only(start.params, sorted(trainable_names(world.model(SERVER)))))
+        return start.next(drift=zeros, gradient=zeros)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        gradient = state.extra.tensors("gradient")
+        return Payload(params=state.params, gradient=gradient, relative_size=relative_size(state, client))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Drifting(self)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        trained = only(world.initial(client), sorted(trainable_names(world.model(client))))
+        return Payload(super().expects(client, stage, world), change=trained)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        drift, gradient = state.extra.tensors("drift"), state.extra.tensors("gradient")
+        sent, mean = only(state.params, drift), weighted_mean(replies, weighting=self.aggregation)
+        moved = sub(only(weighted_mean(replies, weighting="uniform"), sent), sent)
+        drift = add(drift, scale(moved, len(replies) / world.clients))
+        sizes = [relative_size(state, r.client) for r in replies]
+        change = trees.mean([r.up.tensors("change") for r in replies], sizes)
+        gradient = add(gradient, scale(change, sum(sizes) / world.clients))
+        return state.next(params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient)
+
+
+def relative_size(state: State, client: int) -> float:
+    """A client's number of examples over the clients' mean number, from the census; 1 for one that has none."""
+    if "labels" not in state.extra:
+        return 1.0  # before the census: for what a run will send
+    sizes = state.extra.tensor("labels").sum(1).double()
+    return float(sizes[client] / sizes.mean()) if sizes[client] > 0 else 1.0
+
+
+@dataclass(frozen=True)
+class Drifting(ClientWork):
+    """Cross-entropy, the penalty around the drift, and the correction of the gradient; the client remembers both."""
+
+    method: FedDC
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        sent = only(down.params, sorted(trainable_names(view.model)))
+        drift, own = ((memory.tensors(k) if memory else zeros_like(sent)) for k in ("drift", "gradient"))
+        size = down.number("relative_size")
+        everyone, anchor = scale(down.tensors("gradient"), 1 / size), sub(sent, drift)
+        old = {"sent": sent, "drift": drift, "own": own, "everyone": everyone, "anchor": anchor}
+        return Carry(down.params, constants={**old, "linear": sub(everyone, own), "alpha": self.method.alpha / size})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        slope, now = carry["linear"], only(step.params, carry["anchor"])
+        linear = torch.stack([(slope[k] * now[k]).sum() for k in now]).sum()
+        near = proximal(now, carry["anchor"], carry["alpha"])
+        return {**super().terms(step, carry), "linear": linear, "proximal": near}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        moved = sub(only(params, carry["sent"]), carry["sent"])
+        change = zeros_like(moved)
+        if ran.steps > 0:
+            change = sub(direction_of(carry["sent"], params, ran.lr, ran.steps), carry["everyone"])
+        memory = Payload(drift=add(carry["drift"], moved), gradient=add(carry["own"], change))
+        return Payload(params=params, change=change), memory

@@ -1,0 +1,168 @@
+"""FedGKD: distil from the global models of the last rounds, so that local training forgets less of what they knew.
+
+Source: Yao et al., "FedGKD: Towards Heterogeneous Federated Learning via Global Knowledge Distillation" (2021), and its
+code.
+Symbols: c = ``weight``; M = ``models``; tau = ``temperature``; omega = votes, T_v = ``vote_temperature``.
+State: the global parameters; past.N = the model that round N began with, of the last M - 1 rounds but the first;
+teacher = their mean with this round's, from when there are two; votes = omega of each teacher, as the models vote;
+loss.N = the loss on public data of the model that round N began with, as the models vote.
+Memory: nothing.
+Reading: the paper's weight is gamma / 2 with gamma 0.2; ``weight`` is all of it.
+Reading: only averaged models teach, as in the code: not the initial one. The first round has no teacher.
+Reading: the code's teacher stays the first round's for ever if M is 1; here it is the round's global model.
+Reading: the code's vote cannot run; here the server's losses on labelled public data weigh the teachers, as the formula
+says, with a temperature of 1.
+Reading: the code weighs clients alike; ``aggregation`` chooses, by size as it is. Training settings as in the other
+methods' tables; the code's are 20 epochs at 0.05 with momentum 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill import trees
+from fedstill.errors import BadPayload
+from fedstill.fields import Count, NonNegative, Positive
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.records import NOTHING, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World, many
+from fedstill.registry import method
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+WEIGH = "weigh"
+"""The stage in which the server measures its model on labelled public data."""
+
+
+@method("fedgkd")
+@dataclass(frozen=True)
+class FedGKD(FedAvg):
+    """FedAvg with distillation from the mean of the last global models."""
+
+    weight: NonNegative = 0.1
+    """Weight of the distillation (c)."""
+    models: Count = 5
+    """How many of the last global models teach, this round's counted (M)."""
+    temperature: Positive = 1.0
+    """Temperature of the distillation (tau)."""
+    from_round: Count = 2
+    """The first round in which clients distil; in round 1 the teacher is the initial model."""
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        """The teacher of a round: fixed when it begins, and the same for every client."""
+        teachers = self.teachers(state)
+        if len(teachers) > 1 and state.round >= self.from_round:
+            state = state.next(teacher=trees.mean(list(teachers.values()), [1.0] * len(teachers)))
+        return self.remember(state)
+
+    def teachers(self, state: State) -> dict[int, Tensors]:
+        """The models that teach in a round, by the round that began with them."""
+        return {**state.extra.many("past"), state.round: state.params}
+
+    def remember(self, state: State) -> State:
+        """The state with the model that its round begins with among the past ones, of which the oldest goes."""
+        past = {r: p for r, p in self.teachers(state).items() if r > max(1, state.round + 1 - self.models)}
+        return state.without("past.").next(groups=many("past", past))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        teacher = {"teacher": state.extra.tensors("teacher")} if "teacher" in state.extra else {}
+        return Payload({"params": state.params, **teacher})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return FromPast(self) if stage.round >= self.from_round else ClientWork()
+
+
+@method("fedgkd_vote")
+@dataclass(frozen=True)
+class FedGKDVote(FedGKD):
+    """FedGKD from each of the last models apart, weighed by the server's losses on labelled public data."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"server": WEIGH}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", WEIGH})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "public_data"})
+    labelled: ClassVar[frozenset[str]] = frozenset({WEIGH})
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, WEIGH: Plan(epochs=0)}
+
+    vote_temperature: Positive = 1.0
+    """Temperature of the votes (T_v): the larger, the more alike they are."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        unmet = f"it needs its server's stage; set topology.kind = 'parallel' and topology.server = {WEIGH!r}"
+        return "" if WEIGH in {s.name for s in stages} else unmet
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        if state.round < self.from_round:
+            return state
+        losses = [float(state.extra.get(f"loss.{r}", 0.0)) for r in sorted(self.teachers(state))]
+        votes = torch.softmax(-torch.tensor(losses, dtype=torch.float64) / self.vote_temperature, 0)
+        return state.next(votes=votes.to(dtype_of(state.params)))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name == WEIGH or "votes" not in state.extra:
+            return Payload(params=state.params)  # in the first round nobody votes
+        past = many("past", state.extra.many("past"))
+        return Payload({"params": state.params, "votes": state.extra["votes"], **past})
+
+    def work(self, stage: Stage) -> ClientWork:
+        if stage.name == WEIGH:
+            return Weighed()
+        return FromVoters(self) if stage.round >= self.from_round else ClientWork()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(loss=0.0) if stage.name == WEIGH else super().expects(client, stage, world)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == WEIGH:
+            kept = {f"loss.{r}": state.extra[f"loss.{r}"] for r in state.extra.many("past")}
+            return state.without("loss.").next(groups={**kept, f"loss.{state.round + 1}": replies[0].up["loss"]})
+        return super().fold(self.remember(state), replies, stage, world)
+
+
+@dataclass(frozen=True)
+class FromPast(ClientWork):
+    """Cross-entropy and the divergence from the mean of the last global models, the frozen teacher ``global``."""
+
+    method: FedGKD
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(down.params, teachers={"global": down.get("teacher", down.params)})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        far = kd(step.logits(), step.teacher("global"), self.method.temperature)  # (B,)
+        return {**super().terms(step, carry), "past": self.method.weight * far}
+
+
+@dataclass(frozen=True)
+class FromVoters(ClientWork):
+    """Cross-entropy and the divergences from each of the last global models, weighed by their votes."""
+
+    method: FedGKDVote
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        teachers = {f"past.{r}": p for r, p in down.many("past").items()}
+        return Carry(
+            down.params, teachers={**teachers, "global": down.params}, constants={"votes": down.tensor("votes")}
+        )
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        student, m = step.logits(), self.method
+        far = torch.stack([kd(student, step.teacher(name), m.temperature) for name in carry.teachers])  # (M, B)
+        return {**super().terms(step, carry), "past": m.weight * (carry["votes"].unsqueeze(1) * far).sum(0)}
+
+
+class Weighed(ClientWork):
+    """The server's loss of its new model on labelled public data; nothing is trained."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={}, constants={"params": down.params})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        if view.public is None:
+            raise BadPayload("the server has no public data; set [data] public")
+        loss = cross_entropy(view.logits(carry["params"], "public"), view.public.labels.cpu())
+        return Payload(loss=float(loss.double().mean())), NOTHING

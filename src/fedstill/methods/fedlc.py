@@ -1,0 +1,61 @@
+"""FedLC: calibrate logits by a margin, the larger the fewer examples of a class a client has.
+
+Source: Zhang et al., "Federated Learning with Label Distribution Skew via Logits Calibration" (2022).
+Symbols: tau = ``margin``, a scale of margins and no temperature; n_c = the client's examples of class c.
+State: the global parameters, nothing more.
+Memory: nothing.
+Reading: the printed loss leaves the label out of its denominator, has no lower bound, and training was reported to
+collapse; as it is the label is in it, which is calibrated softmax. ``denominator`` = "others" is the printed one.
+Reading: tau n_c^(-1/4) is infinite for a class without examples; there the margin is 100 tau.
+Reading: there is no official code; tau is 1 in two implementations and 0.1 in a third. We take 1.
+Reading: n_c are the client's own counts; one implementation takes those of all clients, so that all have one margin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedstill.fields import NonNegative
+from fedstill.losses import adjusted_cross_entropy
+from fedstill.losses.decoupled import label_margin
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Stage, Step, View, World
+from fedstill.registry import method
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+ABSENT = 100.0
+"""The margin of a class without examples, in multiples of tau."""
+
+
+@method("fedlc")
+@dataclass(frozen=True)
+class FedLC(FedAvg):
+    """FedAvg with logits lowered by a margin for classes that a client has few examples of."""
+
+    margin: NonNegative = 1.0
+    """Scale of the margins (tau): a class of n examples has tau n^(-1/4)."""
+    denominator: Literal["all", "others"] = "all"
+    """Which classes the label's probability is taken among: all, or the others as the paper prints it."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Calibrated(self)
+
+
+@dataclass(frozen=True)
+class Calibrated(ClientWork):
+    """Cross-entropy of the logits less the margins."""
+
+    method: FedLC
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        margins = self.method.margin * view.counts.double().pow(-0.25).clamp(max=ABSENT)  # (C,)
+        return Carry(down.params, constants={"shift": -margins.to(dtype_of(down.params))})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        if self.method.denominator == "others":
+            return {"calibrated": -label_margin(step.logits() + carry["shift"], step.y)}
+        return {"calibrated": adjusted_cross_entropy(step.logits(), step.y, shift=carry["shift"])}

@@ -1,0 +1,80 @@
+"""FedLMD: distil only classes that a client has little of, whose global knowledge its own training would erase.
+
+Source: Lu et al., "Federated Learning with Label-Masking Distillation" (2023), and its code.
+Symbols: beta, tau = ``temperature``; majority = the classes of which a client has more than its mean over all classes.
+State: the global parameters, nothing more.
+Memory: nothing.
+Reading: where the label is the only minority class, the code's mask leaves the teacher nothing and the loss is about
+1000 times its probability of the label; there is nothing to distil, so the term is 0.
+Reading: the published teacher-free form does not run (an argument too many, a negative target); its target is uniform
+over the minority classes other than the label.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import minority_kd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Stage, Step, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedlmd")
+@dataclass(frozen=True)
+class FedLMD(FedAvg):
+    """FedAvg with distillation of the minority classes from the round's global model."""
+
+    beta: NonNegative = 1.0
+    """Weight of the distillation."""
+    temperature: Positive = 1.0
+    """Temperature of the distillation (tau)."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Masked(self)
+
+
+@method("fedlmd_tf")
+@dataclass(frozen=True)
+class FedLMDTeacherFree(FedLMD):
+    """FedLMD without a teacher: its target is uniform over the minority classes."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return MaskedUniform(self)
+
+
+@dataclass(frozen=True)
+class MaskedUniform(ClientWork):
+    """Cross-entropy and beta times the divergence from a teacher that knows no minority class from another."""
+
+    method: FedLMD
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        counts = view.counts.double()
+        return Carry(down.params, constants={"majority": counts > counts.mean()})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        student, m = step.logits(), self.method
+        far = minority_kd(student, self.target(step), step.y, carry["majority"], m.temperature)  # (B,)
+        return {**super().terms(step, carry), "minority": m.beta * far}
+
+    def target(self, step: Step) -> Tensor:
+        """The teacher's logits (B, C)."""
+        return torch.zeros_like(step.logits())
+
+
+@dataclass(frozen=True)
+class Masked(MaskedUniform):
+    """The same, with the parameters received as frozen teacher ``global``."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        constants = super().begin(down, memory, view, world).constants
+        return Carry(down.params, teachers={"global": down.params}, constants=constants)
+
+    def target(self, step: Step) -> Tensor:
+        return step.teacher("global")

@@ -1,0 +1,64 @@
+"""FedRep: each client fits a head of its own to the common body, then the body to its head; bodies are averaged.
+
+Source: Collins et al., "Exploiting Shared Representations for Personalized Federated Learning" (2021), Algorithm 1, and
+its code.
+State: the global parameters, of which the head stays as it was; nothing more.
+Memory: params = the client's own model, whole.
+Reading: after the last round the code trains all clients' heads once more: the stage ``finetune``.
+Reading: the code has one optimiser for both parts, whose momentum rests in between; here each begins anew.
+Reading: statistics of normalisation in the body stay as received while the head is trained.
+Reading: epochs are the code's for two classes a client (ten of the head, one of the body); its other settings are 0.01
+with momentum 0.5 in batches of 10; here as in the other methods' tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from fedstill.aggregate import Weighting
+from fedstill.methods.fedavg import FEDNTD_PLAN
+from fedstill.methods.ft_fedavg import LAST
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
+from fedstill.records import Plan, Stage, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+HEAD = "head"
+"""The stage in which a client trains its head alone."""
+
+HEAD_PLAN = replace(FEDNTD_PLAN, epochs=10, norm="frozen")
+
+
+@method("fedrep")
+@dataclass(frozen=True)
+class FedRep(PartlyShared):
+    """Clients train a head of their own, then the common body under it; bodies are averaged."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"before": HEAD, "last": LAST}
+    stages: ClassVar[frozenset[str]] = frozenset({HEAD, "train", LAST})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "head"})
+    plans: ClassVar[Mapping[str, Plan]] = {HEAD: HEAD_PLAN, "train": replace(FEDNTD_PLAN, epochs=1), LAST: HEAD_PLAN}
+    personal: ClassVar[frozenset[str]] = frozenset({"train", LAST})
+    silent: ClassVar[frozenset[str]] = frozenset({HEAD, LAST})
+
+    aggregation: Weighting = "examples"
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        unmet = f"clients fit their heads first; set topology.kind = 'parallel' and topology.before = {HEAD!r}"
+        return "" if HEAD in {s.name for s in stages} else unmet
+
+    def shares(self, entries: Sequence[str]) -> Sequence[str]:
+        return [name for name in entries if not in_head(name)]
+
+    def work(self, stage: Stage) -> ClientWork:
+        return OnePart(self, stage.name)
+
+
+@dataclass(frozen=True)
+class OnePart(KeepsItsOwn):
+    """Local training of the body in the stage ``train``, of the head in all others."""
+
+    def trainable(self, name: str) -> bool:
+        return in_head(name) == (self.stage != "train")
