@@ -223,7 +223,10 @@ def test_a_folder_that_holds_something_is_left_alone(
     assert "is there already; name a new folder" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
     assert call(["export", str(finished)]) == 2
-    assert "say what to write: --onnx FILE, --pt2 FILE or --folder DIR" in capsys.readouterr().err
+    assert (
+        "say what to write: --onnx FILE, --pt2 FILE, --folder DIR, --parquet DIR or --csv DIR"
+        in capsys.readouterr().err
+    )
 
 
 def model_of(network: nn.Module) -> TrainedModel:

@@ -48,6 +48,9 @@ TABLE: dict[str, Loss] = {
     "confidence_weights": lambda s, t, y: (
         losses.confidence_weights(several(t), y) * losses.multi_kd(s, several(t))
     ).sum(0),
+    "adjusted_cross_entropy": lambda s, t, y: losses.adjusted_cross_entropy(s, y, 0.5 + MASK, MASK),
+    "minority_kd": lambda s, t, y: losses.minority_kd(s, t, y, MASK > 1),
+    "minority_kd, cold": lambda s, t, y: losses.minority_kd(s, t, y, MASK > 1, 0.01),
     "soft_cross_entropy": lambda s, t, y: losses.soft_cross_entropy(s, t.softmax(-1)),
     "logit_error": lambda s, t, y: losses.logit_error(s, t),
     "model_contrast": lambda s, t, y: losses.model_contrast(s, t, t.roll(1, -1)),

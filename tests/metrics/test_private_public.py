@@ -103,7 +103,7 @@ def test_public_data_without_labels_have_no_accuracy(tmp_path: Path) -> None:
 
 def test_the_report_shows_accuracy_by_client_and_network(finished: Path, tmp_path: Path) -> None:
     text = write_page([finished], tmp_path / "page.html").read_text()
-    assert "Each client's own model" in text or "Each client&#x27;s own model" in text
+    assert "Client by client" in text
     for name in ("mlp(hidden=(6,)", "logistic", "mlp(hidden=(9, 5)", "digits_cnn"):
         assert name in text
     assert "weights:" in text

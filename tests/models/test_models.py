@@ -51,7 +51,15 @@ OWN = [
     for name in registry.names("model")
     if registry.lookup("model", name).target.__module__.startswith("fedstill.models.")
     and name
-    not in ("series_cnn", "ft_transformer", "bag", "text_cnn", "tiny_transformer", "wrapped")  # have tests of their own
+    not in (
+        "series_cnn",
+        "ft_transformer",
+        "bag",
+        "text_cnn",
+        "tiny_transformer",
+        "wrapped",
+        "low_rank",
+    )  # have tests of their own
 ]
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]
 SMALLEST = {"cnn": 4, "simple_cnn": 8, "fedseq_cnn": 16, "qkt_cnn": 4, "cwc_cnn": 16, "digits_cnn": 4, "lenet5": 16}

@@ -20,11 +20,11 @@ def adjusted_cross_entropy(
     Source: Li & Zhan, "FedRS" (scale); Zhang et al., "Federated Learning with Label Distribution Skew via Logits
     Calibration" (shift).
 
-    >>> never = torch.tensor([0.0, -100.0])
-    >>> adjusted_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), shift=never)
-    tensor([0.])
+    >>> adjusted_cross_entropy(torch.zeros(1, 2), torch.tensor([0]), shift=torch.tensor([1.0, 3.0]).log())
+    tensor([1.3863])
     """
-    return cross_entropy(logits * scale + shift, labels)
+    factor, term = (v.to(logits.dtype) if isinstance(v, Tensor) else v for v in (scale, shift))
+    return cross_entropy(logits * factor + term, labels)
 
 
 def minority_kd(
