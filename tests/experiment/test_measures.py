@@ -408,3 +408,13 @@ def test_events_are_equal_but_for_their_times(tmp_path: Path) -> None:
         run(measured("alignment", rounds=2), tmp_path / name, data=toys.blobs())
         events.append(without_times(read_journal(tmp_path / name / "journal.jsonl")))
     assert events[0] == events[1]
+
+
+def test_a_measure_of_before_is_still_asked_how_many_examples_it_takes() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Old\.images is now called examples; rename it"):
+
+        class Old(Measure):
+            def images(self, test: int, clients: int, own: int) -> int:
+                return test + own
+
+    assert Old().examples(3, 1, 4) == 7

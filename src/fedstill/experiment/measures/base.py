@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,6 +153,14 @@ class Measure:
     at_sites: ClassVar[bool] = False
     gives: ClassVar[tuple[str, ...]] = ()
     each_epoch: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        """Take ``images``, as ``examples`` was called before, for one version more."""
+        super().__init_subclass__()
+        if "images" in vars(cls) and "examples" not in vars(cls):
+            text = f"{cls.__name__}.images is now called examples; rename it"
+            warnings.warn(text, DeprecationWarning, stacklevel=2)
+            cls.examples = vars(cls)["images"]  # type: ignore[method-assign]
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Numbers for the journal, without times; None where there is nothing to see in this stage."""
