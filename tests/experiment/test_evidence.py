@@ -89,6 +89,16 @@ def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFix
     assert call(["pack", str(runs.parent / "nothing")]) == 2
 
 
+def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_before(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = evidence.pack(runs)
+    shutil.rmtree(runs)
+    assert call(["report", str(packed)]) == 0
+    assert capsys.readouterr().out.strip() == str(runs / "report.html")
+    assert (runs / "report.html").is_file()
+
+
 def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
     packed = evidence.pack(runs)
     before = packed.read_bytes()

@@ -100,12 +100,13 @@ def report(
 
     Args:
         directories: Directories of runs, or with runs below them.
-        out: The page. Unset, report.html in the first directory.
+        out: The page. Unset, report.html in the first directory, or in that of which a pack was made.
         tables: Also write the results and differences paired by seed to this directory, as CSV, Markdown and LaTeX.
         against: The label of the runs that differences are to. Unset, the first.
         tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.errors import ConfigError
+    from fedstill.experiment.run_directory.evidence import SUFFIX
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
     from fedstill.report.table_files import write_tables
@@ -113,7 +114,9 @@ def report(
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
-    print(write_page(directories, out or directories[0] / "report.html"))
+    first = directories[0]
+    first = first.with_name(first.name.removesuffix(SUFFIX))  # of a pack, the folder that it was made of
+    print(write_page(directories, out or first / "report.html"))
     if tables is not None:
         print("\n".join(map(str, write_tables(groups(directories), tables, against))))
     if tensorboard is not None:
