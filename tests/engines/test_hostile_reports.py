@@ -99,7 +99,10 @@ ATTACKS: dict[str, tuple[Callable[[Header], Any], str]] = {
     "negative counts": (right(lambda n: [-1, *n[1:]]), MALFORMED.format("correct_by_class")),
     "halves for counts": (right(lambda n: [0.5, *n[1:]]), MALFORMED.format("correct_by_class")),
     "endless counts": (right(lambda n: [10**400, *n[1:]]), MALFORMED.format("correct_by_class")),
-    "more right than test images": (right(lambda n: [10**6, *n[1:]]), "more right answers than there are test images"),
+    "more right than test examples": (
+        right(lambda n: [10**6, *n[1:]]),
+        "more right answers than there are test examples",
+    ),
     "label counts of others": (metrics(label_counts=[7] * C), "'label_counts' is not what it has"),
     "no label counts": (without("label_counts"), "correct_by_class is without label_counts"),
     "epochs of another length": (metrics(correct_by_epoch=[[0] * C, [0]]), r"correct_by_epoch\[1\] has 1 numbers"),

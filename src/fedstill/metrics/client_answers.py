@@ -16,7 +16,7 @@ from fedstill.metrics.values import values
 def personal_accuracies(
     class_accuracy: Mapping[int, TensorLike], label_counts: Sequence[Sequence[int]]
 ) -> dict[int, float]:
-    """{client: accuracy of its answer on test images whose classes are distributed as its own data}.
+    """{client: accuracy of its answer on test examples whose classes are distributed as its own data}.
 
     class_accuracy: (C,) by client; label_counts: (clients, C). A client without data, or none of whose classes has a
     test image, is left out.
@@ -35,7 +35,7 @@ def personal_accuracies(
 def shared_answer(class_accuracy: TensorLike, label_counts: TensorLike) -> float:
     """The mean of ``personal_accuracies`` where one model, with accuracies (C,), is the answer of all clients.
 
-    label_counts: (clients, C). NaN where no client has a class with test images.
+    label_counts: (clients, C). NaN where no client has a class with test examples.
 
     >>> shared_answer([1.0, 0.5], [[3, 1], [0, 2], [0, 0]])
     0.6875

@@ -32,7 +32,7 @@ class Hops:
     """What a run's chain measured, by the number of the hop, counted from 1 through all rounds."""
 
     links: int  # a round's hops
-    accuracy: dict[int, list[Any]] = field(default_factory=dict)  # (C,), None for a class without test images
+    accuracy: dict[int, list[Any]] = field(default_factory=dict)  # (C,), None for a class without test examples
     handed_over: dict[int, float] = field(default_factory=dict)
     kept: dict[int, float] = field(default_factory=dict)
 

@@ -13,7 +13,7 @@ from fedstill.report.runs import Run
 from fedstill.report.summary import NONE
 
 MEASURED_ON = {
-    "personal": "test images in the client's proportions of classes",
+    "personal": "test examples in the client's proportions of classes",
     "private": "its own held-out examples",
     "public": "the public examples",
     "own_test": "the client's own test set",

@@ -47,7 +47,7 @@ def tsne(groups: Sequence[Group], style: Style) -> Html | None:
         for look in looks
     ]
     parts = [choice("tsne", "Colour by", ["class", "model"]), grid(figures)]
-    return section("Features of the test images", sentence(says), *parts, name="tsne")
+    return section("Features of the test examples", sentence(says), *parts, name="tsne")
 
 
 def sphere(groups: Sequence[Group], style: Style) -> Html | None:
@@ -57,7 +57,7 @@ def sphere(groups: Sequence[Group], style: Style) -> Html | None:
         return None
     says = (
         "Features of this network are points on a circle. Each bump is a class: its position is the direction"
-        " of the class's features, its height the number of test images there. If bumps of a local model "
+        " of the class's features, its height the number of test examples there. If bumps of a local model "
         "merge or move, it has forgotten those classes."
     )
     figures = [

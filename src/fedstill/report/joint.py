@@ -26,7 +26,7 @@ POINTS = 3000
 """So many points are embedded at most: the time grows faster than their number."""
 
 ABOUT_JOINT = (
-    "One t-SNE of the test images' features: of the model that all these runs received, and of the local "
+    "One t-SNE of the test examples' features: of the model that all these runs received, and of the local "
     "models of each run. By run: where a run's points lie on those of the received model, training kept "
     "its features; where they lie apart, training changed them. By class: whether the images of a class "
     "stay together."

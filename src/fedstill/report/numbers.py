@@ -29,8 +29,8 @@ PERSONAL = (
         "%",
         100,
         2,
-        "accuracy of each client's answer, its own model or else the global one, on test images in its proportions of "
-        "classes; mean over clients",
+        "accuracy of each client's answer, its own model or else the global one, on test examples in its proportions "
+        "of classes; mean over clients",
     ),
     Column(
         "personal_forgetting",

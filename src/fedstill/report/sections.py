@@ -34,7 +34,7 @@ MOST_REASONS = 12
 OF_CLIENTS = (
     (
         "personal_accuracy",
-        "Each client's answer, its own model or else the global one, on test images in the client's proportions of "
+        "Each client's answer, its own model or else the global one, on test examples in the client's proportions of "
         "classes; mean over clients. Higher is better.",
         "Accuracy for the clients by round",
     ),

@@ -60,7 +60,7 @@ def personal(groups: Sequence[Group], style: Style) -> Html | None:
         (
             "personal/personalised_accuracy",
             "Personalised",
-            "Local models on test images in their client's class proportions.",
+            "Local models on test examples in their client's class proportions.",
         ),
         ("accuracy", "Server", "The global model on the whole test set."),
     )

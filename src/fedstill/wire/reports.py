@@ -229,7 +229,7 @@ def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
         return "its report 'label_counts' is not what it has"
     for row in (fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())):
         if test is not None and (len(row) not in (0, len(test)) or any(r > n for r, n in zip(row, test, strict=False))):
-            return "its report has more right answers than there are test images"
+            return "its report has more right answers than there are test examples"
     for name, there in (("private", own), ("public", truth.public)):
         table = fields.get(name)
         said = table.get("counts", ()) if isinstance(table, Mapping) else ()

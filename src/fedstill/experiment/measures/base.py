@@ -62,7 +62,7 @@ class Reports:
 
     ``clients``: their events in the journal, in order, those of refused and idle clients among them. ``received``,
     ``aggregated``: class accuracies (C,) of the global model before and after the round, None for a class without test
-    images. ``test_counts``: test images by class (C,).
+    images. ``test_counts``: test examples by class (C,).
     """
 
     clients: Sequence[Mapping[str, Any]]
@@ -107,7 +107,7 @@ class Room:
         return ModelPasses(self.spec, self.inputs)
 
     def some(self, size: int) -> Examples:
-        """``size`` test images, the same in every round and run, with the classes' shares kept."""
+        """``size`` test examples, the same in every round and run, with the classes' shares kept."""
         return self.test if size >= len(self.test) else self.test.take(stratified(self.test.labels, size, seed=0))
 
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:

@@ -26,9 +26,9 @@ PRODUCTS = 30
 class Landscape(Measure):
     """Test loss in two planes and under noise, around the new global model and around one local model.
 
-    At the end of the run, on 200 test images, in evaluation mode. "random": two random directions, normalised filter by
-    filter, from -1 to 1. "hessian": the two directions in which the loss is most curved, as vectors of norm 1, from -1
-    to 1. "noise": Gaussian, of growing standard deviation, on all weights, mean of three draws.
+    At the end of the run, on 200 test examples, in evaluation mode. "random": two random directions, normalised filter
+    by filter, from -1 to 1. "hessian": the two directions in which the loss is most curved, as vectors of norm 1, from
+    -1 to 1. "noise": Gaussian, of growing standard deviation, on all weights, mean of three draws.
     Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural Nets" (2018).
     """
 

@@ -28,7 +28,7 @@ MOST = 2000
 class Leakage(Measure):
     """How well a server can tell which examples a client trained on, from what it sends and from the global model.
 
-    Members are clients' training examples, 2,000 at most; the others are as many test images of the same classes. So
+    Members are clients' training examples, 2,000 at most; the others are as many test examples of the same classes. So
     the classes that a client has give nothing away, which alone would name most members where labels are uneven: what
     is asked is which of two images of a class was trained on. Two attacks, with one threshold for all clients: the
     loss, and its likelihood ratio to what the other clients of the stage sent, if these are three or more. Formulas and
@@ -163,7 +163,7 @@ def _told(client: int, params: Tensors, images: Examples, stage: Stage, room: Ro
 
 
 def _candidates(clients: Sequence[int], stage: Stage, room: Room) -> _Candidates | None:
-    """The same in every round; None if there are none: no client has an example of a class that has test images."""
+    """The same in every round; None if there are none: no client has an example of a class that has test examples."""
     labels = room.test.labels.cpu()
     order = torch.randperm(len(labels), generator=room.draw("leakage others"))
     left = [order[labels[order] == c] for c in range(room.world.classes)]  # of each class, those taken last at the end

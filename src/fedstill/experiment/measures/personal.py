@@ -17,7 +17,7 @@ from fedstill.registry import register
 
 @register("measure", "personal")
 class Personal(Measure):
-    """Accuracy of local models on their client's training data, and on test images in its proportions of classes.
+    """Accuracy of local models on their client's training data, and on test examples in its proportions of classes.
 
     After every stage on a client's own data. The numbers come with the clients' replies, so that they exist where no
     server sees a local model; the means over clients stand in the event of the round.

@@ -16,7 +16,7 @@ MODELS, BINS = 3, 72
 
 @register("measure", "sphere")
 class Sphere(Measure):
-    """Directions of test images' features by class, for the received, three local and the new global model.
+    """Directions of test examples' features by class, for the received, three local and the new global model.
 
     Needs features of two numbers, as ``sphere_cnn`` has them. At the end of the run; counts in 72 steps of 5 degrees.
     Source: FedNTD, appendix N, figure 18.
@@ -26,7 +26,7 @@ class Sphere(Measure):
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """(models, C, bins) counts of test images; bin 0 begins at -180 degrees."""
+        """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
         if not seen.local_models:
             return None
         labels, passes = room.test.labels.cpu(), room.passes()

@@ -1,4 +1,4 @@
-"""The measure ``tsne``: how test images lie in the features of the global and the local models, on a plane."""
+"""The measure ``tsne``: how test examples lie in the features of the global and the local models, on a plane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PERPLEXITY = 30.0
 
 @register("measure", "tsne")
 class JointTSNE(Measure):
-    """One joint t-SNE of 200 test images' features under the received, at most ten local, and the new global model.
+    """One joint t-SNE of 200 test examples' features under the received, at most ten local, and the new global model.
 
     At the end of the run; scikit-learn's, seeded, on one thread: its result depends on their number. The features are
     kept beside the journal, so that runs which started from one model can be embedded together.

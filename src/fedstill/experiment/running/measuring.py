@@ -33,7 +33,7 @@ from fedstill.wire.screen import Refusal
 log = logging.getLogger("fedstill.measuring")
 
 Accuracies = Sequence[Any]
-"""One number in [0, 1] for each class, None for a class without test images."""
+"""One number in [0, 1] for each class, None for a class without test examples."""
 
 
 @dataclass
