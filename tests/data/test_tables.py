@@ -13,7 +13,7 @@ import torch
 
 from fedstill.data.examples import Dataset
 from fedstill.data.form import Form
-from fedstill.data.sources import from_clients, load_dataset
+from fedstill.data.sources import from_clients, load_dataset, streams
 from fedstill.data.sources.likely import likely_kind
 from fedstill.errors import ConfigError, DataError
 
@@ -236,3 +236,26 @@ def test_what_is_no_example_of_a_kind_is_refused_from_python() -> None:
 
 def test_a_form_says_nothing_by_default() -> None:
     assert Form() == Form(kind="auto", missing="refuse", tokenizer="words", vocabulary=8192)
+
+
+@pytest.mark.parametrize("kind", ["table", "text", "series"])
+def test_the_hub_gives_what_files_of_the_same_columns_give(
+    kind: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in hub: the library is given the files that the hub would give it."""
+    import datasets
+
+    numbers = np.arange(60, dtype=np.float32).reshape(10, 2, 3).tolist()
+    rows = {"table": table(alter=[1.0] * 10), "text": pa.table({"text": ["a b"] * 10, "label": [0, 1] * 5})}
+    rows["series"] = lists(numbers)
+    folder, _ = both(rows[kind], place)
+    fields: dict[str, Any] = {**WANTED, "owner": "ward"} if kind == "table" else {}
+    real, files = datasets.load_dataset, {s: f"{folder}/{s}.parquet" for s in ("train", "test")}
+    monkeypatch.setattr(streams, "_reach", lambda name, remedy: None)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, streaming: real("parquet", data_files=files, streaming=True)
+    )
+    here, there = load_dataset(folder, **fields), load_dataset("somebody/data", **fields)
+    assert here.about == there.about
+    assert torch.equal(here.train.values, there.train.values)
+    assert torch.equal(here.test.labels, there.test.labels)

@@ -1,16 +1,20 @@
-"""Encoded images on the Hugging Face hub, read through the ``datasets`` library."""
+"""Data sets on the Hugging Face hub, images and others, read through the ``datasets`` library."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
 from fedstill.data.sources.decoded import Decoded
-from fedstill.data.sources.limits import in_one_line
+from fedstill.data.sources.kinds import input_columns
+from fedstill.data.sources.limits import in_one_line, refuse_large
+from fedstill.data.sources.tabular import read_frames
 from fedstill.errors import DataError
 
 HUB_SECONDS = 10
@@ -26,7 +30,33 @@ def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
         streams = datasets.load_dataset(name, streaming=True)
         named = {SPLIT_NAMES.get(split, split): _Stream(stream) for split, stream in streams.items()}
         tables = {split: named[split] for split in ("train", "validation", "test") if split in named}
+        frames = {split: HubFrame(name, table.stream) for split, table in tables.items()}
+        if frames and (inputs := input_columns(name, next(iter(frames.values())).schema, columns)):
+            return read_frames(name, frames, inputs)
         return decoded_splits(name, tables, columns, within=name)
+
+
+@dataclass(frozen=True)
+class HubFrame:
+    """A streaming data set as columns: what is no image."""
+
+    name: str
+    stream: Any
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The columns and what they hold; none where the hub does not say it."""
+        return self.stream.features.arrow_schema if self.stream.features else pa.schema([])
+
+    def read(self, names: Sequence[str]) -> pa.Table:
+        """Some columns, all rows; raises DataError for more than may be read."""
+        parts, size = [], 0
+        schema = pa.schema([self.schema.field(name) for name in names])
+        for batch in self.stream.select_columns(list(names)).iter(batch_size=ROWS_A_BATCH):
+            parts.append(pa.Table.from_pydict(batch, schema=schema))
+            size += parts[-1].nbytes
+            refuse_large(f"hub dataset {self.name!r}", size)
+        return pa.concat_tables(parts).combine_chunks() if parts else schema.empty_table()
 
 
 @dataclass(frozen=True)
