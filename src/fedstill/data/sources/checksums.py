@@ -74,7 +74,43 @@ HAM10000_28: Sums = {
         "3f5311d2a9f20b24349bf17b72343044f0dd3ca20b4a3bb3703aaf0a76997695",
     ),
 }
-HEART_DISEASE: Sums = {}
-HAR: Sums = {}
-HAR_SIGNALS: Sums = {}
-AG_NEWS_SMALL: Sums = {}
+HEART_DISEASE: Sums = {
+    "train": (
+        "031d0abb40b4705b5857cdb1db08dc411f7c427f6af5d2039dbe731202f14b00",
+        "ed2430e1da6c44d2cae950675421b74684af37517f75961a0aadbd4c97e64ec9",
+    ),
+    "test": (
+        "a7a7f4965f893e3f1ca1948b65cc014609d4f94d4d52ea2937b4e9353aa63d6d",
+        "2607d8240f7646714446b36efd526c906d3d4018aed476070762ec84a8709abf",
+    ),
+}
+HAR: Sums = {
+    "train": (
+        "99f24f39defbcf0199809755bcfba3e6c5bdd563d341994afb1d9b977247d92e",
+        "222085d9d70948d9e252eb43a101307273edc61588c822a004cdcea259285ac9",
+    ),
+    "test": (
+        "e1e40051f11cdb959cfebbe0128a99b3a1d1f954a2372c2a554630bde762f3c6",
+        "c6c5639491f71f640401d34ac4a15a109a8023b085f463afef7f2e9f6cefe907",
+    ),
+}
+HAR_SIGNALS: Sums = {
+    "train": (
+        "d42ab7bf0d839036959e6b0946a2a0d001ae8dff6777025a14973b42f7f485fe",
+        "222085d9d70948d9e252eb43a101307273edc61588c822a004cdcea259285ac9",
+    ),
+    "test": (
+        "0552ed1ec17817aab492c3d1c27479ebe80f50f0f5a15c7ad783dc7b7cac02eb",
+        "c6c5639491f71f640401d34ac4a15a109a8023b085f463afef7f2e9f6cefe907",
+    ),
+}
+AG_NEWS_SMALL: Sums = {
+    "train": (
+        "d3a294a66c9af2a7f6251cc6156b6836b4dcd5b5d6a00188f4800a4ec06a471f",
+        "f9fe45159cf7f3032f61e763df74941ced4e2865192d44c165d369bb2595823d",
+    ),
+    "test": (
+        "16d5936369df6cbb75ec4900edb98701dc25e9d031a5a819f56bdd89f31f83ae",
+        "0bba04fee5f9b7f715071c5da83d4c7f943ed89332cb3ce3911172adf9000c67",
+    ),
+}
