@@ -8,6 +8,7 @@ import numpy as np
 from annotated_types import Interval
 from numpy.typing import ArrayLike
 
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.partition.rules import Parts
 from fedstill.errors import DataError
 from fedstill.fields import Count
@@ -40,4 +41,6 @@ def column(
     codes = np.asarray(groups)
     counts = np.bincount(codes) if len(codes) else np.zeros(0, dtype=np.int64)
     del labels, clients, own_test, own_test_take, pool  # what preparing does with them, it reads from the config
-    return [np.flatnonzero(codes == value) for value in np.flatnonzero(counts >= least)]
+    client = np.cumsum(counts >= least) - 1
+    theirs = np.flatnonzero(counts[codes] >= least)
+    return FlatParts.dealt(theirs, client[codes[theirs]], int(np.count_nonzero(counts >= least)))
