@@ -26,6 +26,14 @@ logits = model({many})  # {inputs}
 names = [model.classes[i] for i in logits.argmax(1)]
 ```"""
 
+TASKS = {
+    "image": "image-classification",
+    "table": "tabular-classification",
+    "vector": "tabular-classification",
+    "text": "text-classification",
+}
+"""What the Hugging Face hub calls the task, by the kind of the examples."""
+
 FILES = {
     "model.safetensors": "the weights",
     "config.json": "classes, what goes in, normalisation, and what was trained on what",
@@ -77,7 +85,7 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
         [
             "---",
             "library_name: pytorch",
-            "pipeline_tag: image-classification",
+            f"pipeline_tag: {TASKS.get(model.inputs.kind, 'other')}",
             f"tags: [federated-learning, fedstill, {about['method'].partition('.py')[0]}]",
             "# license: write here, and below, under which licence you share this model",
             "---",
@@ -86,8 +94,8 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
     parts = [
         head,
         f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
-        f"An image classifier for {len(model.classes)} classes, trained by federated learning with fedstill, over "
-        f"{about['clients']} clients whose data differ.",
+        f"A classifier of {model.inputs.many}, with {len(model.classes)} classes, trained by federated learning with "
+        f"fedstill, over {about['clients']} clients whose data differ.",
         _table(["", ""], [*_facts(model).items()]),
         "## Accuracy and forgetting",
         *_results(model, measured),
