@@ -11,6 +11,7 @@ import numpy as np
 from fedstill import registry
 from fedstill.errors import UnknownName
 from fedstill.experiment.run_directory.journal import Event
+from fedstill.experiment.running.evaluation import of_some_clients
 from fedstill.experiment.trained.trained_model import TrainedModel
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.models.norms import of_the_batch
@@ -69,7 +70,7 @@ def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured |
 
 
 def _of(event: Event, name: str) -> Mapping[str, Any] | None:
-    of = event.get("others", {}).get(name) or ({} if name.startswith("client ") else event)
+    of = event.get("others", {}).get(name) or ({} if of_some_clients(name) else event)
     return of if of.get("accuracy") is not None else None
 
 
