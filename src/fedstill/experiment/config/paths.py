@@ -20,7 +20,7 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
 
 
 def resolved_data_name(name: str, base: Path | None) -> str:
-    """A data set's name, or the absolute path if it is a file or a folder; a run's directory of that name is no data."""
+    """A data set's name, or the absolute path if it is a file or a folder; a run's directory is none."""
     if name in registry.names("dataset"):
         return name
     path, colon, attribute = name.partition(":")
