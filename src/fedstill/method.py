@@ -15,6 +15,7 @@ from fedstill.models.contract import predictor
 from fedstill.origin import returned
 from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
+from fedstill.trees import zeros_like
 from fedstill.verdicts import demand_quorum, guard_norm, part, written
 from fedstill.watch import Watch, place, replies_of, told
 from fedstill.wire.screen import Rules, screen
@@ -119,6 +120,16 @@ class Method:
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         """The next state from the accepted replies, sorted by client id."""
         return state.next(params=weighted_mean(replies))
+
+    def idle(self, reply: Reply, down: Payload) -> Payload | None:
+        """What a client would have sent had it changed nothing, in place of its reply; None where nobody can say.
+
+        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The rounds in which some
+        clients are idle say who contributed to what a round did (the measure ``contributions``).
+        """
+        same = {group: down[group] for group in ("params", "shared") if group in reply.up and group in down}
+        still = {"change": zeros_like(reply.up.tensors("change"))} if "change" in reply.up else {}
+        return Payload({**reply.up, **same, **still}) if same else None
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C).
