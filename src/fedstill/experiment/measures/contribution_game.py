@@ -13,7 +13,7 @@ from torch import Tensor
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import shards
 from fedstill.method import Method
-from fedstill.metrics.contributions import soft_accuracy
+from fedstill.metrics.shapley import soft_accuracy
 from fedstill.models import contract
 from fedstill.models.contract import Predictor
 from fedstill.records import Examples, ModelSpec, Payload, Reply, Stage, State, Tensors, World
@@ -117,7 +117,7 @@ class Judged:
 
 @dataclass(frozen=True, eq=False)
 class ModelLine:
-    """Soft accuracy along the line from a start to start + the sum of the players' changes (``contributions.Line``).
+    """Soft accuracy along the line from a start to start + the sum of the players' changes (``shapley.Line``).
 
     Running means and variances of normalisation lie on the line as weights do; whole numbers stay.
     """

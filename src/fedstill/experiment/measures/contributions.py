@@ -23,7 +23,7 @@ from fedstill.experiment.measures.contribution_game import (
 from fedstill.keys import generator, seed_for
 from fedstill.method import acting
 from fedstill.methods.local_only import answered, fitted
-from fedstill.metrics.contributions import (
+from fedstill.metrics.shapley import (
     MOST_EXACT,
     Divided,
     along_path,
@@ -54,7 +54,7 @@ class Contributions(Measure):
 
     Of clients side by side: what the classes gained by local training and by averaging, which add up to the change; for
     classes that moved by 5 points or more, each client's contribution to it, an Aumann–Shapley value of the method's
-    own fold (``metrics/contributions.py``), in soft accuracy at temperature 0.25. In a chain: the change by link. Where
+    own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25. In a chain: the change by link. Where
     clients keep models of their own: the clients' mean change by stage. On at most 200 test examples of a class.
     A contribution is a share of one round's change: no guilt, no forecast, not what leaving the client out would do.
     """
@@ -90,7 +90,7 @@ class Contributions(Measure):
         ends = [global_model(room.method, state, room.world) for state in (seen.before, seen.after)]
         if ends[0] is None or ends[1] is None or not _is_moved(seen):
             return _of_own_models(seen, room, data)
-        before, after = (class_shares(predict, data, room) for predict in ends)
+        before, after = (accuracies_of(predict, data, room) for predict in ends)
         told = {"clients": [r.client for r in seen.replies], "before": _listed(before), "after": _listed(after)}
         if seen.stage.hop or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
@@ -156,14 +156,14 @@ def at_most(test: Examples, each: int, classes: int) -> Examples:
     return test.take(torch.cat(kept).sort().values)
 
 
-def class_shares(predict: Any, data: Examples, room: Room) -> Tensor:
+def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
     """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
     right = correct_by_class(predict, data, room.inputs, room.world.classes).double().cpu()
     return right / torch.bincount(data.labels.cpu(), minlength=room.world.classes)
 
 
 def _by_class(room: Room, params: Tensors, data: Examples) -> Tensor:
-    return class_shares(contract.predictor(room.spec, params), data, room)
+    return accuracies_of(contract.predictor(room.spec, params), data, room)
 
 
 def _weights(seen: Happened) -> Tensor:
@@ -205,7 +205,7 @@ def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals:
     spec = room.world.model(reply.client)
     own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
     ends = (own or room.world.initial(reply.client), reply.up.params)
-    return tuple(class_shares(contract.predictor(spec, params), data, room) for params in ends)
+    return tuple(accuracies_of(contract.predictor(spec, params), data, room) for params in ends)
 
 
 def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:

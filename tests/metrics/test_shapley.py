@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.metrics import contributions as rules
+from fedstill.metrics import shapley as rules
 
 RULES = {
     "exact": rules.exact,
