@@ -69,7 +69,9 @@ class Driver:
         if isinstance(self.engine, SerialEngine):
             stops = self.debug or settings.rules.failures == "stop"
             self.engine = replace(self.engine, stops=stops)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every
+        )
         self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
         self.before: State | None = None
