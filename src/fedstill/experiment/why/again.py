@@ -112,7 +112,7 @@ class _Looking:
             told = self.measure.look(happened, replace(self.room, world=as_asked(self.room.world, state)))
             if told is not None:
                 where = {"round": stage.round, "stage": stage.index, "name": stage.name}
-                self.seen.append({"measure": "contributions", **where, **told})
+                self.seen.append({"event": "measure", "measure": "contributions", **where, **told, "seconds": 0.0})
         self.before = state
 
     def failed(self, *_: object) -> None:

@@ -16,7 +16,7 @@ from fedstill.files import write_whole
 BESIDE = "why.jsonl"
 """What `fedstill why` found out later, beside the journal: one event of the measure ``contributions`` a line."""
 
-Look = Mapping[str, Any]
+Look = dict[str, Any]
 """An event of the measure ``contributions``: one stage of one round."""
 
 
@@ -69,6 +69,19 @@ def looks_of(folder: Path, measures: Sequence[Look] = ()) -> list[Look]:
     added = _added(folder)
     later = {look["round"] for look in added}
     return sorted([*(e for e in known if e["round"] not in later), *added], key=lambda e: (e["round"], e["stage"]))
+
+
+def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
+    """A run's events of measures, with what `fedstill why` found out later."""
+    added = _added(folder)
+    return (
+        list(measures)
+        if not added
+        else [
+            *(e for e in measures if e["measure"] != "contributions"),
+            *looks_of(folder, measures),
+        ]
+    )
 
 
 def add_looks(folder: Path, looks: Sequence[Look]) -> None:
