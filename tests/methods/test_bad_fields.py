@@ -17,6 +17,8 @@ BELOW_ZERO = {
     "fedrs": ["alpha"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
+    "fd": ["strength"],
+    "fedproto": ["strength"],
     "fedgkd": ["weight"],
     "fedgkd_vote": ["weight"],
     "fedlmd": ["beta"],
@@ -125,6 +127,8 @@ OTHER = [
     ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
     ("fedlc", "denominator", "none"),
+    ("fedproto", "aggregation", "median"),
+    ("fd", "average_weights", "some"),
     ("fedrs", "scaling", "all"),
 ]
 ROWS = [
