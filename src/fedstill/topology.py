@@ -57,7 +57,8 @@ class Parallel(_Sampled):
     first: str = ""
     """A stage of this name stands before round 1's, for all clients."""
     last: str = ""
-    """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
+    """A stage of this name follows the last round's, for all clients (FT-FedAvg). "ridge": the model's last layer is
+    solved for from sums that they send, whatever the method."""
     before: str = ""
     """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
 

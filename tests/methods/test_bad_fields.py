@@ -17,6 +17,7 @@ BELOW_ZERO = {
     "fedrs": ["alpha"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
+    "afl": ["ridge"],
     "fd": ["strength"],
     "fedproto": ["strength"],
     "fedgkd": ["weight"],
@@ -129,6 +130,7 @@ OTHER = [
     ("fedlc", "denominator", "none"),
     ("fedproto", "aggregation", "median"),
     ("fd", "average_weights", "some"),
+    ("afl", "balanced", "yes"),
     ("fedrs", "scaling", "all"),
 ]
 ROWS = [

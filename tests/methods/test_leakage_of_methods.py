@@ -34,6 +34,7 @@ STAGES = {
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
 SEND_A_PART = {
     **dict.fromkeys(("fedbabu", "fedrep", "lg_fedavg"), "shared"),
+    "afl": "cross, gram",
     **dict.fromkeys(("fd", "fedproto"), "counts, means"),
 }
 """What these send is no model that could be asked about an image: the measure is refused, in one line."""
