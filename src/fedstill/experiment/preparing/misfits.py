@@ -22,6 +22,7 @@ from fedstill.ridge import RIDGE, no_linear_head
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
     "head": ("head", "give it submodules body and head"),
+    "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
