@@ -83,6 +83,7 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "ccvr": ["samples"],
     "lg_fedavg": ["layers"],
     "fedbe": ["cycle"],
     "pfnm": ["passes"],
@@ -131,6 +132,7 @@ OTHER = [
     ("fedproto", "aggregation", "median"),
     ("fd", "average_weights", "some"),
     ("afl", "balanced", "yes"),
+    ("ccvr", "covariance", "low_rank"),
     ("fedrs", "scaling", "all"),
 ]
 ROWS = [
