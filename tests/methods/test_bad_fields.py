@@ -18,6 +18,7 @@ BELOW_ZERO = {
     "feddc": ["alpha"],
     "ditto": ["strength"],
     "afl": ["ridge"],
+    "fedtgp": ["strength", "largest_margin"],
     "fd": ["strength"],
     "fedproto": ["strength"],
     "fedgkd": ["weight"],

@@ -22,7 +22,7 @@ ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
 SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova", "feddc", "fedgkd_vote", "fedrep", "ditto"}
-SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "ccvr"}
+SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr"}
 
 
 def experiment(method: object, topology: str) -> Experiment:

@@ -35,7 +35,7 @@ STAGES = {
 SEND_A_PART = {
     **dict.fromkeys(("fedbabu", "fedrep", "lg_fedavg"), "shared"),
     "afl": "cross, gram",
-    **dict.fromkeys(("fd", "fedproto"), "counts, means"),
+    **dict.fromkeys(("fd", "fedproto", "fedtgp"), "counts, means"),
 }
 """What these send is no model that could be asked about an image: the measure is refused, in one line."""
 NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {"fedavg_once", "pfnm"}

@@ -16,7 +16,7 @@ where it has a test set of its own the journal has the accuracy of the nearest p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -32,16 +32,12 @@ from fedstill.registry import method
 from fedstill.work import ClientWork
 
 
-@method("fedproto")
 @dataclass(frozen=True)
-class FedProto(ClassValues):
-    """Clients draw their features to the mean features of each class; networks may differ."""
+class WithPrototypes(ClassValues):
+    """The server's half of methods whose values are features; each says how it comes by the prototypes."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_features"})
-    plans: ClassVar[dict[str, Plan]] = {"train": replace(FEDNTD_PLAN, epochs=1)}
-
-    aggregation: Weighting = "uniform"
-    """How clients that have a class are weighed: by their examples of it, or all alike."""
+    plans: ClassVar[Mapping[str, Plan]] = {"train": replace(FEDNTD_PLAN, epochs=1)}
 
     def width(self, spec: ModelSpec) -> int:
         return width(spec)
@@ -54,6 +50,15 @@ class FedProto(ClassValues):
 
     def work(self, stage: Stage) -> ClientWork:
         return TowardsPrototypes(self)
+
+
+@method("fedproto")
+@dataclass(frozen=True)
+class FedProto(WithPrototypes):
+    """Clients draw their features to the mean features of each class; networks may differ."""
+
+    aggregation: Weighting = "uniform"
+    """How clients that have a class are weighed: by their examples of it, or all alike."""
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         values, seen = mean_by_class(replies, state.extra.tensor("values"), self.aggregation)
