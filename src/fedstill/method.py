@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
@@ -15,6 +16,7 @@ from fedstill.models.contract import predictor
 from fedstill.origin import returned
 from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
+from fedstill.ridge import RIDGE, SendSums, empty_sums, solved
 from fedstill.trees import zeros_like
 from fedstill.verdicts import demand_quorum, guard_norm, part, written
 from fedstill.watch import Watch, place, replies_of, told
@@ -156,12 +158,32 @@ class OnlyFit(Method):
         return state
 
 
+@dataclass(frozen=True)
+class OnlyRidge(Method):
+    """The stage ``ridge`` for a method that has none: the global model's last layer is solved from clients' sums."""
+
+    stages: ClassVar[frozenset[str]] = frozenset({RIDGE})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return SendSums()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return empty_sums(world.model(client), world.classes)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        gram, cross = (torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in ("gram", "cross"))
+        head = {k: v.to(state.params[k].dtype) for k, v in solved(gram, cross, ridge=1.0).items()}
+        return state.next(params={**state.params, **head})
+
+
 ONLY_FIT = OnlyFit()
+ANYWHERE: Mapping[str, Method] = {FIT: ONLY_FIT, RIDGE: OnlyRidge()}
+"""Stages that any method may have, and who acts in them where the method has none of that name."""
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """The method that acts in a stage: ``ONLY_FIT`` in the stage ``fit`` of a method that has none, else the method."""
-    return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
+    """The method that acts in a stage: of ``ANYWHERE``, in a stage that the method does not know, else itself."""
+    return method if stage.name in method.stages else ANYWHERE.get(stage.name, method)
 
 
 class Engine(Protocol):

@@ -93,8 +93,8 @@ def test_a_prototype_method_is_added_as_the_page_says(
     models = [read_journal(tmp_path / run / "journal.jsonl")[-1] for run in ("first", "stacked")]
     assert models[0]["personal_accuracy"] == pytest.approx(models[1]["personal_accuracy"], abs=0.02)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert passing(tmp_path / "test_fedproto.py") == 3
-    del sys.modules["fedproto"]
+    assert passing(tmp_path / "test_prototypes.py") == 3
+    del sys.modules["prototypes"]
 
 
 def test_a_model_is_added_as_the_page_says(

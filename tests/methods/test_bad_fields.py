@@ -17,6 +17,10 @@ BELOW_ZERO = {
     "fedrs": ["alpha"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
+    "afl": ["ridge"],
+    "fedtgp": ["strength", "largest_margin"],
+    "fd": ["strength"],
+    "fedproto": ["strength"],
     "fedgkd": ["weight"],
     "fedgkd_vote": ["weight"],
     "fedlmd": ["beta"],
@@ -80,6 +84,7 @@ ZERO_TOO = {
 COUNTS = {
     **{name: ["k"] for name in ("sfedkd", "aver", "ebkd", "camkd")},
     "ensemble": ["participants"],
+    "ccvr": ["samples"],
     "lg_fedavg": ["layers"],
     "fedbe": ["cycle"],
     "pfnm": ["passes"],
@@ -125,6 +130,10 @@ OTHER = [
     ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
     ("fedlc", "denominator", "none"),
+    ("fedproto", "aggregation", "median"),
+    ("fd", "average_weights", "some"),
+    ("afl", "balanced", "yes"),
+    ("ccvr", "covariance", "low_rank"),
     ("fedrs", "scaling", "all"),
 ]
 ROWS = [

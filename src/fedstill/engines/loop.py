@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, scores_count
+from fedstill.engines.how import How, as_carried, scores_count
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
@@ -52,6 +52,7 @@ def train(
     by_epoch: bool = False,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
+    view, inputs = as_carried(carry, view, inputs)
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:

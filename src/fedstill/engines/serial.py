@@ -157,7 +157,7 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self.measures.each_epoch(stage)
+        by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
         trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch)
         return trained, time.perf_counter() - start
 
@@ -178,7 +178,9 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else (), frozenset(up))
+        if carry.model is None:
+            epochs = trained.by_epoch if trained else ()
+            metrics |= self._measure(stage, view, carry.params, params, epochs, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 

@@ -115,10 +115,15 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 
 
 def capabilities(spec: ModelSpec) -> set[str]:
-    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one."""
+    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one.
+
+    "etf": its head is a fixed simplex.
+    """
     m = module(spec)
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
-    return ({"features", "head"} if split else set()) | ({"slim"} if split and _slimmable(m) else set())
+    known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
+    known["etf"] = split and getattr(m.head, "simplex", False) is True
+    return {name for name, there in known.items() if there}
 
 
 def draws_random_numbers(spec: ModelSpec) -> bool:

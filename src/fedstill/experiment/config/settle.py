@@ -27,6 +27,7 @@ from fedstill.fields import Count, as_table, checked, fields_of_record, read_rec
 from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
+from fedstill.ridge import NO_TRAINING, RIDGE
 from fedstill.wire.privacy import Privacy
 
 DEFAULT_CLIENTS = 20
@@ -167,6 +168,7 @@ def _number_of_clients(experiment: Experiment) -> int:
 
 def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
+    plans |= {RIDGE: NO_TRAINING} if topology.values.get("last") == RIDGE else {}
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in plans:
             raise UnknownName("stage", name, plans, where="plan")

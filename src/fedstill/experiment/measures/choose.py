@@ -10,7 +10,7 @@ from typing import Any
 from fedstill import registry
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.measures.base import Measure, SaysLogits
-from fedstill.method import Method
+from fedstill.method import Method, acting
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
 from fedstill.wire.privacy import GROUP
@@ -119,7 +119,7 @@ def _no_uploads(setting: MeasuredRun) -> str:
 def _sent(stage: Stage, setting: MeasuredRun) -> set[str]:
     """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return set() if client == SERVER else set(setting.method.expects(client, stage, setting.world))
+    return set() if client == SERVER else set(acting(setting.method, stage).expects(client, stage, setting.world))
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:

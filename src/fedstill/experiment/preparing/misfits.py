@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fedstill.data.examples import Dataset
@@ -12,14 +14,15 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
-from fedstill.fitting import FIT
-from fedstill.method import Method
+from fedstill.method import ANYWHERE, Method
 from fedstill.models import contract
-from fedstill.records import SERVER, ModelSpec
+from fedstill.records import SERVER, ModelSpec, Stage
+from fedstill.ridge import RIDGE, no_linear_head
 
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
     "head": ("head", "give it submodules body and head"),
+    "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
@@ -40,7 +43,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
+    unknown = sorted({s.name for s in schedule} - method.stages - ANYWHERE.keys())
     if unknown:
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
@@ -63,6 +66,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         )
     if "same_features" in method.requires():
         _check_widths(name, models)
+    _check_ridge(name, method, world, schedule)
     refuse_unraised(settings, world, sites, schedule)
     if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
@@ -87,6 +91,20 @@ def _check_widths(name: str, models: set[ModelSpec]) -> None:
     if len(widths) > 1:
         each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
         raise IncompatibleMethod(f"method {name} needs models with the same number of features, and they have: {each}")
+
+
+def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[Stage]) -> None:
+    """Where the stage ``ridge`` follows a method: whether its global model can get a last layer so."""
+    if RIDGE not in {s.name for s in schedule} - method.stages:
+        return
+    if "same_shapes" not in method.requires() or method.personal:
+        why = "its clients have models of their own; leave it out, or choose a method with a global model"
+    elif "head" not in contract.capabilities(world.model(SERVER)):
+        why = f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body and head"
+    else:
+        why = no_linear_head(world)
+    if why:
+        raise IncompatibleMethod(f"topology.last = {RIDGE!r} with method {name}: {why}")
 
 
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
