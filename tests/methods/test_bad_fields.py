@@ -15,6 +15,8 @@ BELOW_ZERO = {
     "fedprox": ["mu"],
     "fedlc": ["margin"],
     "fedrs": ["alpha"],
+    "fedsam": ["rho"],
+    "fedsol": ["rho"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
     "fedgkd": ["weight"],
@@ -63,6 +65,7 @@ ZERO_TOO = {
     "fedgkd": ["temperature", "models", "from_round"],
     "fedgkd_vote": ["temperature", "models", "from_round", "vote_temperature"],
     "fedlmd_tf": ["temperature"],
+    "fedsol": ["temperature"],
     "fedcurv": ["samples"],
     "fedalign": ["width", "iterations"],
     "cwc": ["epsilon"],
@@ -126,6 +129,8 @@ OTHER = [
     ("dsfl", "aggregation", "median"),
     ("fedlc", "denominator", "none"),
     ("fedrs", "scaling", "all"),
+    ("fedsol", "scale", "none"),
+    ("fedsol", "part", "features"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),
