@@ -29,6 +29,10 @@ class ClientWork:
         """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it did before."""
         return Payload(params=params), NOTHING
 
+    def answer(self, params: Tensors) -> Tensors:
+        """The model that this client answers with, where it is another than what training left; measures take it."""
+        return params
+
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         """Further fields of this client's event in the journal: numbers, words, lists of them."""
         return {}

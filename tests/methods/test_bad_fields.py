@@ -17,6 +17,8 @@ BELOW_ZERO = {
     "fedrs": ["alpha"],
     "fedsam": ["rho"],
     "fedsol": ["rho"],
+    "fedrod": ["gamma"],
+    "feddbe": ["kappa"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
     "fedgkd": ["weight"],

@@ -178,7 +178,9 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
+        by_epoch = [work.answer(each) for each in trained.by_epoch] if trained else []
+        first, last = (work.answer(each) if each else each for each in (carry.params, params))
+        metrics |= self._measure(stage, view, first, last, by_epoch)
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
