@@ -31,6 +31,8 @@ class Method:
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
     ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "same_features" of networks
     that may differ, "label_counts", "queries").
+    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or "shift", a vector added
+    to the features (``models.additions``).
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``labelled``: the
     stages that read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's training
     settings by stage. ``personal``: the stages after which a client's own model is its answer; of several, the last in
@@ -82,6 +84,7 @@ class Method:
     schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
+    adds: ClassVar[tuple[str, ...]] = ()
     permits: ClassVar[frozenset[str]] = frozenset()
     labelled: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}

@@ -179,8 +179,9 @@ class SerialEngine:
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
         if carry.model is None:
-            epochs = trained.by_epoch if trained else ()
-            metrics |= self._measure(stage, view, carry.params, params, epochs, frozenset(up))
+            by_epoch = [work.answer(each) for each in trained.by_epoch] if trained else []
+            first, last = (work.answer(each) if each else each for each in (carry.params, params))
+            metrics |= self._measure(stage, view, first, last, by_epoch, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 

@@ -163,7 +163,8 @@ def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], 
     own = own or _remembered(run, client).get("params")
     if own is None:
         raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
-    return f"client {client}", predictor(world.model(client), own)
+    after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
+    return f"client {client}", predictor(world.model(client), method.work(after[-1]).answer(own) if after else own)
 
 
 def _remembered(run: _Trained, client: int) -> Payload:
