@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
@@ -15,10 +16,11 @@ from fedstill.models.contract import predictor
 from fedstill.origin import returned
 from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
+from fedstill.topology import CENSUS
 from fedstill.verdicts import demand_quorum, guard_norm, part, written
 from fedstill.watch import Watch, place, replies_of, told
 from fedstill.wire.screen import Rules, screen
-from fedstill.work import ClientWork
+from fedstill.work import Census, ClientWork
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,36 @@ class OnlyFit(Method):
         return state
 
 
+@dataclass(frozen=True)
+class OnlyCensus(Method):
+    """The stage ``census`` of a later task, for any method: each client's label counts take the place of its old ones.
+
+    A client that is not there, or fails, has zeros, as it has no example that could count.
+    """
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        return Payload()
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Census()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
+        for reply in replies:
+            labels[reply.client] = reply.up.tensor("labels")
+        return state.next(labels=labels)
+
+
 ONLY_FIT = OnlyFit()
 
 
 def acting(method: Method, stage: Stage) -> Method:
-    """The method that acts in a stage: ``ONLY_FIT`` in the stage ``fit`` of a method that has none, else the method."""
+    """The method that acts in a stage: one that does only that, in a stage ``fit`` or ``census`` that it lacks."""
+    if stage.name == CENSUS and CENSUS not in method.stages:
+        return OnlyCensus()
     return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
 
 

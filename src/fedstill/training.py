@@ -22,7 +22,7 @@ class Carry:
     """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants.
 
     ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is left out. A step's
-    ``index`` counts among them.
+    ``index`` counts among them. ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
     """
 
     params: Tensors
@@ -30,6 +30,7 @@ class Carry:
     trace: Tensors = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     only: Tensor | None = None
+    head: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
@@ -54,8 +55,8 @@ class Step(Protocol):
     epoch: int
     params: Tensors  # the parameters in training, for penalties
 
-    def logits(self) -> Tensor:
-        """The student's logits (B, C)."""
+    def logits(self, raw: bool = False) -> Tensor:
+        """The student's logits (B, C); -1e4 for outputs that take no part in training, unless ``raw``."""
 
     def features(self) -> Tensor:
         """The student's penultimate features (B, D)."""
@@ -63,8 +64,8 @@ class Step(Protocol):
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
         """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and at a share of it."""
 
-    def teacher(self, name: str) -> Tensor:
-        """A teacher's logits (B, C), without gradient."""
+    def teacher(self, name: str, raw: bool = False) -> Tensor:
+        """A teacher's logits (B, C), without gradient; as ``logits`` for outputs that take no part."""
 
     def teacher_features(self, name: str) -> Tensor:
         """A teacher's penultimate features (B, D), without gradient."""

@@ -73,9 +73,9 @@ class WithNewData(SiteViews):
     asker: int = 0
     new: int = 0
 
-    def _held_apart(self, client: int, size: int, share: float) -> tuple[Tensor, Tensor]:
+    def _held_apart(self, client: int, size: int, share: float, task: int = 0) -> tuple[Tensor, Tensor]:
         if client != self.asker:
-            return super()._held_apart(client, size, share)
+            return super()._held_apart(client, size, share, task)
         old = torch.arange(size - self.new)
         own, held = super()._held_apart(client, self.new, share)
         return torch.cat([old, len(old) + own]), len(old) + held

@@ -16,6 +16,7 @@ from fedstill.fitting import FIT
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec
+from fedstill.topology import CENSUS
 
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
@@ -40,7 +41,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    unknown = sorted({s.name for s in schedule} - method.stages - {FIT})
+    unknown = sorted({s.name for s in schedule} - method.stages - {FIT, CENSUS})
     if unknown:
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
@@ -92,7 +93,7 @@ def _check_widths(name: str, models: set[ModelSpec]) -> None:
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
-        optional = reading[0] == getattr(settings.topology, "first", "")
+        optional = reading[0] == settings.named.topology.values.get("first", "")
         todo = 'leave it out with topology.first = ""' if optional else "set [data] public to examples with labels"
         raise IncompatibleMethod(
             f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public examples, "
