@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fedstill.anywhere import acting
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, are_counts, rounded_lists
@@ -21,7 +22,6 @@ from fedstill.experiment.measures.contribution_game import (
     is_plain,
 )
 from fedstill.keys import generator, seed_for
-from fedstill.method import acting
 from fedstill.methods.local_only import answered, fitted
 from fedstill.metrics.shapley import (
     MOST_EXACT,

@@ -24,9 +24,9 @@ from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.evaluation import evaluated
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.files import digest
-from fedstill.method import run_round
 from fedstill.raised import as_asked
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 
