@@ -53,7 +53,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
+    models = dict.fromkeys(world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1))))
     for spec in models:
         _check_runs(spec, sites)
         missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
