@@ -22,7 +22,7 @@ ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
 SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova", "feddc", "fedgkd_vote", "fedrep", "ditto"}
-SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr"}
+SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 
 
 def experiment(method: object, topology: str) -> Experiment:
@@ -86,6 +86,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddc", "sequential", "mean drift would move it"),
         ("fedrep", "sequential", "fit their heads first; .* topology.before = 'head'"),
         ("ditto", "sequential", "topology.before = 'personal'"),
+        ("fedgen", "sequential", "topology.server = 'generate'"),
         ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
         ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
         ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
