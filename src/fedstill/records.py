@@ -13,6 +13,7 @@ from fedstill.model_spec import ModelSpec
 from fedstill.payload import KEEP, NOTHING, Group, Payload, Tensors, many
 from fedstill.plan import Plan
 from fedstill.queries import Asking
+from fedstill.stream import Stream
 from fedstill.training import Carry, Ends, Examples, Ran, Step, Teacher
 
 __all__ = [
@@ -112,6 +113,10 @@ class World(Protocol):
     @property
     def queries(self) -> Mapping[int, tuple[int, ...]]:
         """The classes that each client asks for; a client that asks for none is left out."""
+
+    @property
+    def stream(self) -> Stream:
+        """Which tasks there are, and who is in which when."""
 
     @property
     def asking(self) -> Asking | None:

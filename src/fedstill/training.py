@@ -59,6 +59,7 @@ class Carry:
     ``index`` counts among them. ``model``: what is trained, if it is not the site's network. ``examples``: what it is
     trained on, if it is not what the site has, as they are, never augmented; so the server may train something small
     without public data. Of another network than the site's nothing is measured.
+    ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
     """
 
     params: Tensors
@@ -68,6 +69,7 @@ class Carry:
     only: Tensor | None = None
     model: ModelSpec | None = None
     examples: Examples | None = None
+    head: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.constants[name]
@@ -92,8 +94,8 @@ class Step(Protocol):
     epoch: int
     params: Tensors  # the parameters in training, for penalties
 
-    def logits(self) -> Tensor:
-        """The student's logits (B, C)."""
+    def logits(self, raw: bool = False) -> Tensor:
+        """The student's logits (B, C); -1e4 for outputs that take no part in training, unless ``raw``."""
 
     def features(self) -> Tensor:
         """The student's penultimate features (B, D)."""
@@ -101,8 +103,8 @@ class Step(Protocol):
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
         """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and at a share of it."""
 
-    def teacher(self, name: str) -> Tensor:
-        """A teacher's logits (B, C), without gradient."""
+    def teacher(self, name: str, raw: bool = False) -> Tensor:
+        """A teacher's logits (B, C), without gradient; as ``logits`` for outputs that take no part."""
 
     def teacher_features(self, name: str) -> Tensor:
         """A teacher's penultimate features (B, D), without gradient."""

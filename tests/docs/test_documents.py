@@ -184,6 +184,15 @@ def test_a_model_is_used_as_the_page_says(
     not all(map(find_spec, ("tensorboard", "mlflow"))),
     reason="the extras tensorboard and mlflow are not installed: pip install 'fedstill[tensorboard,mlflow]'",
 )
+def test_who_made_the_model_forget_is_asked_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    follow("why.md", tmp_path, capsys)
+    assert (tmp_path / "forgets" / "why.jsonl").is_file(), "round 4 is not one that the config measures"
+
+
 def test_runs_are_tracked_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,8 +18,8 @@ from fedstill.data.examples import Dataset
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.method import run_round
 from fedstill.records import Reply, State
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 

@@ -15,6 +15,10 @@ BELOW_ZERO = {
     "fedprox": ["mu"],
     "fedlc": ["margin"],
     "fedrs": ["alpha"],
+    "fedsam": ["rho"],
+    "fedsol": ["rho"],
+    "fedrod": ["gamma"],
+    "feddbe": ["kappa"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
     "afl": ["ridge"],
@@ -69,6 +73,7 @@ ZERO_TOO = {
     "fedgkd": ["temperature", "models", "from_round"],
     "fedgkd_vote": ["temperature", "models", "from_round", "vote_temperature"],
     "fedlmd_tf": ["temperature"],
+    "fedsol": ["temperature"],
     "fedcurv": ["samples"],
     "fedalign": ["width", "iterations"],
     "cwc": ["epsilon"],
@@ -138,6 +143,8 @@ OTHER = [
     ("afl", "balanced", "yes"),
     ("ccvr", "covariance", "low_rank"),
     ("fedrs", "scaling", "all"),
+    ("fedsol", "scale", "none"),
+    ("fedsol", "part", "features"),
 ]
 ROWS = [
     *((m, f, v) for m, fields in BELOW_ZERO.items() for f in fields for v in (-0.001, float("nan"), "1")),

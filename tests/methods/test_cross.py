@@ -21,7 +21,18 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
 ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
-SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova", "feddc", "fedgkd_vote", "fedrep", "ditto"}
+SIDE_BY_SIDE_ONLY = {
+    "feddf",
+    "fedbe",
+    "fedavgm",
+    "feddyn",
+    "fednova",
+    "feddc",
+    "fedgkd_vote",
+    "fedrep",
+    "ditto",
+    "feddbe",
+}
 SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 
 
@@ -89,6 +100,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("fedgen", "sequential", "topology.server = 'generate'"),
         ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
         ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
+        ("feddbe", "sequential", "topology.first = 'means'"),
         ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
         ("feddf", "sequential", "an ensemble needs several"),
         ("fedbe", "sequential", "an ensemble needs several"),

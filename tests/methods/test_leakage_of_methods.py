@@ -33,7 +33,8 @@ STAGES = {
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
 SEND_A_PART = {
-    **dict.fromkeys(("fedbabu", "fedrep", "lg_fedavg"), "shared"),
+    **dict.fromkeys(("fedbabu", "fedrep", "fedrod", "lg_fedavg"), "shared"),
+    "feddbe": "mean, shared",
     "afl": "cross, gram",
     **dict.fromkeys(("fd", "fedproto", "fedtgp"), "counts, means"),
 }

@@ -25,6 +25,12 @@ class How:
     seed: int
     precision: Precision = "fp32"
     by_epoch: bool = False
+    lr_round: int | None = None
+
+    @property
+    def lr(self) -> float:
+        """The learning rate: of the stage's round, or of ``lr_round``, its number within a task."""
+        return self.plan.lr_at(self.stage.round if self.lr_round is None else self.lr_round)
 
 
 def trains_its_own(carry: Carry) -> bool:

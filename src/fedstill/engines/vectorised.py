@@ -85,7 +85,8 @@ class VectorisedEngine(PooledEngine):
         if plan is None or len(clients) < 2 or any(why_not(spec, plan) for spec in specs):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
-        how = How(plan, stage, self.sites.inputs, seed, self.precision, self.measures.each_epoch(stage))
+        by_epoch, within = self.measures.each_epoch(stage), self.world.stream.within(stage.round)
+        how = How(plan, stage, self.sites.inputs, seed, self.precision, by_epoch, within)
         replies: dict[int, Reply] = {}
         for cohort in self._cohorts(clients, plan):
             replies |= self._cohort(work, how, {c: downs[c] for c in cohort})

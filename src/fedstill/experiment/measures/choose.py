@@ -8,9 +8,10 @@ from pathlib import PurePath
 from typing import Any
 
 from fedstill import registry
+from fedstill.anywhere import acting
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.measures.base import Measure, SaysLogits
-from fedstill.method import Method, acting
+from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
 from fedstill.wire.privacy import GROUP

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fedstill.anywhere import ANYWHERE
 from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
@@ -14,7 +15,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
-from fedstill.method import ANYWHERE, Method
+from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, ModelSpec, Stage
 from fedstill.ridge import RIDGE, no_linear_head
@@ -110,7 +111,7 @@ def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:
     public, reading = sites.public, sorted(stages & settings.method.labelled)
     if public is not None and reading and bool((public.labels < 0).any()):
-        optional = reading[0] == getattr(settings.topology, "first", "")
+        optional = reading[0] == settings.named.topology.values.get("first", "")
         todo = 'leave it out with topology.first = ""' if optional else "set [data] public to examples with labels"
         raise IncompatibleMethod(
             f"stage {reading[0]!r} of method {settings.named.method.label} reads the labels of public examples, "
