@@ -42,7 +42,10 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
         values["plan"] = {**PLAN, "lr": 0.01, "validation": 0.0, "patience": 0, "keep": "last"}
     if topology == "sequential":
         values["topology"] = {"kind": "parallel", "clients": 6, "sampled": 4}
-    return toys.toy(**{"method": name, **values, **changes})
+    values |= changes
+    if name == "fedgen":  # Adam at the clients' rate would make rounding large
+        values["plan"] = {**values["plan"], "generate": {"lr": 0.001}}
+    return toys.toy(**{"method": name, **values})
 
 
 def rounds(ready: Prepared, count: int = 2) -> Rounds:

@@ -33,7 +33,7 @@ SIDE_BY_SIDE_ONLY = {
     "ditto",
     "feddbe",
 }
-SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr"}
+SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 
 
 def experiment(method: object, topology: str) -> Experiment:
@@ -97,6 +97,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddc", "sequential", "mean drift would move it"),
         ("fedrep", "sequential", "fit their heads first; .* topology.before = 'head'"),
         ("ditto", "sequential", "topology.before = 'personal'"),
+        ("fedgen", "sequential", "topology.server = 'generate'"),
         ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
         ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
         ("feddbe", "sequential", "topology.first = 'means'"),

@@ -87,7 +87,7 @@ def _asked_of_models(method: Method) -> frozenset[str]:
     return own | {"features"} if "same_features" in own else own
 
 
-def _check_widths(name: str, models: set[ModelSpec]) -> None:
+def _check_widths(name: str, models: Collection[ModelSpec]) -> None:
     widths = {contract.width(spec): str(spec) for spec in sorted(models, key=str)}
     if len(widths) > 1:
         each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
