@@ -1,8 +1,7 @@
-"""Finds methods, models, datasets, partitions, topologies and measures by name, by file or by import path.
+"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or import path.
 
-A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when one of its
-names is first asked for. A user's own is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"`` where it
-registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
+A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its names is first asked
+for. A user's own is a file beside the config (``"mine.py:Mine"``, or ``"mine.py"``) or ``"package.module:Mine"``.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ HOMES = {
     "partition": "fedstill.data.partition",
     "topology": "fedstill.topology",
     "measure": "fedstill.experiment.measures",
+    "stream": "fedstill.data.stream",
 }
 """The package in which each kind's built-in things register themselves."""
 
@@ -38,6 +38,7 @@ GIVEN = {
     "partition": {"labels", "clients", "groups", "seed"},
     "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
     "dataset": {"folder"},
+    "stream": {"labels", "domains", "tasks", "seed", "classes"},
 }
 """Parameters that the library supplies, and that are therefore no fields of a config."""
 
@@ -108,8 +109,7 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
         home = entry.target.__module__
         key = f"{home}:{name}" if home.startswith(USER) else name
-        old = _entries.get((kind, key))
-        if old is not None and old.target.__module__ != home:
+        if (old := _entries.get((kind, key))) and old.target.__module__ != home:
             raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
         _entries[kind, key] = entry
         return target

@@ -66,9 +66,9 @@ def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
 
 def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
     lists, repeated = set[str](), set[str]()
-    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report"):
+    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report", "forgetting"):
         for argument in app[name].assemble_argument_collection():
-            if argument.hint == tuple[str, ...] or argument.hint == tuple[int, ...]:
+            if argument.hint in (tuple[str, ...], tuple[int, ...], tuple[float, ...]):
                 options = {n for n in argument.names if n.startswith("-")}
                 (lists if argument.parameter.n_tokens == 1 else repeated).update(options)
     assert lists == LISTS

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
@@ -24,7 +25,7 @@ from fedstill.files import digest
 from fedstill.keys import seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
-from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
 from fedstill.watch import place
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -142,14 +143,24 @@ class SerialEngine:
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
         measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
         how = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
-        more = (*how, self.world.asking if raises(stage, self.world) else "")
+        head, now = self._head(stage, client), self.world.stream.within(stage.round)
+        tasks = (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
+        more = (*how, self.world.asking if raises(stage, self.world) else "", *tasks)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
         view = as_sent(self.sites.view(client, stage), down)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
+        if (head := self._head(stage, client)) is not None:
+            carry = replace(carry, head=head)
         return Begun(view, carry, time.perf_counter() - start)
+
+    def _head(self, stage: Stage, client: int) -> Tensor | None:
+        """Which outputs take part in a client's training on its own data, (C,) bool; None where all do."""
+        if client == SERVER or stage.view == "public":
+            return None
+        return self.world.stream.mask(stage.round, client, self.world.classes)
 
     def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
         plan = self.world.plans.get(stage.name)
@@ -157,8 +168,9 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self.measures.each_epoch(stage)
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch)
+        by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
+        within = self.world.stream.within(stage.round)
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
@@ -178,16 +190,26 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
+        if carry.model is None:
+            by_epoch = [work.answer(each) for each in trained.by_epoch] if trained else []
+            first, last = (work.answer(each) if each else each for each in (carry.params, params))
+            metrics |= self._measure(stage, view, first, last, by_epoch, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(
-        self, stage: Stage, view: View, start: Tensors, params: Tensors, by_epoch: Sequence[Tensors]
+        self,
+        stage: Stage,
+        view: View,
+        start: Tensors,
+        params: Tensors,
+        by_epoch: Sequence[Tensors],
+        sent: frozenset[str],
     ) -> dict[str, object]:
         """What this client measures: as the measures say, and at a real site on its own test set."""
         sites, classes = self.sites, self.world.classes
-        seen = AtClient(stage, view, start, params, by_epoch, sites.common_test, sites.public, sites.inputs, classes)
+        common = (sites.common_test, sites.public, sites.inputs, classes)
+        seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
         if not params:
             return {}
         taken = self.measures.take(seen) if self.measures.due(stage) else {}

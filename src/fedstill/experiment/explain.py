@@ -12,6 +12,7 @@ from fedstill.data.inputs import examples_are
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
@@ -154,7 +155,8 @@ def about_key(settings: Settings, key: str) -> str:
         if key == "topology.clients":  # no topology's own: a partition needs it too
             return "Clients in all."
         entry: registry.Entry = getattr(settings.named, table).entry
-        return entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+        own = entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+        return own or (docstrings.sentences(StreamTable).get(field, "") if table == "stream" else "")
     record = TABLES.get(table, TopKeys)
     return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 

@@ -12,9 +12,11 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import Start, start_of
 from fedstill.keys import seed_for
 from fedstill.models import contract
+from fedstill.models.additions import ADDED
 from fedstill.models.held_entries import hold, matches
 from fedstill.queries import Asking
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
+from fedstill.stream import ONE_TASK, Stream
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class RunWorld:
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
     ``asking``: the rule by which they raise their queries in the run. ``public``: how many public examples there are.
-    ``start``: what ``start_from`` gave.
+    ``stream``: which tasks there are, and who is in which when. ``start``: what ``start_from`` gave.
     """
 
     clients: int
@@ -35,6 +37,7 @@ class RunWorld:
     client_models: tuple[ModelSpec, ...] = ()
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
+    stream: Stream = ONE_TASK
     asking: Asking | None = None
     start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)
@@ -69,7 +72,7 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: i
     model = settings.named.model
 
     def spec_of(name: str, fields: Mapping[str, Any]) -> ModelSpec:
-        return contract.spec_for(name, shape, classes, fields, vocabulary)
+        return replace(contract.spec_for(name, shape, classes, fields, vocabulary), adds=settings.method.adds)
 
     server = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
@@ -94,6 +97,7 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
 
 def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
     """The world in whose architecture only the entries that are named are trained and sent."""
+    train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
     if not named or not others:
