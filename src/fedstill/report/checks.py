@@ -81,7 +81,8 @@ def checked_ends(path: Path, start: Event, ends: Sequence[Event]) -> Sequence[Ev
         by_task = []
     if ends and (not by_task or any(type(c) is not int or not 0 <= c < classes for own in by_task for c in own)):
         raise CorruptFile(f"{path}: the start event does not say the classes of each task")
-    for number, event in enumerate(ends):
+    first = 1 if ends and ends[0].get("task") == 1 else 0  # without a model of the server before round 1 there is no 0
+    for number, event in enumerate(ends, first):
         if event.get("task") != number or type(event.get("round")) is not int:
             raise CorruptFile(f"{path}: the end of task {event.get('task')!r} does not follow that of {number - 1}")
         counts = [event.get(key) for key in ("correct", "totals")]

@@ -18,7 +18,7 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
 
     Raises ConfigError where no run in it has tasks that ended, CorruptFile for a run that cannot be read.
     """
-    runs = [run for run in find([directory]) if len(run.task_ends) > 1]
+    runs = [run for run in find([directory]) if any(end["task"] for end in run.task_ends)]
     if not runs:
         raise ConfigError(
             f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file with a row for each "
@@ -28,9 +28,10 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
 
 
 def _matrix(run: Run, name: str) -> AccuracyMatrix:
-    untrained, *ends = run.task_ends
+    ends = [end for end in run.task_ends if end["task"]]
+    before = run.task_ends[0] if not run.task_ends[0]["task"] else None
     by_task = 100 * values([e["row"] for e in ends], 2, "rows of task ends")
-    initial = 100 * values(untrained["row"], 1, "the untrained model's row")
+    initial = None if before is None else 100 * values(before["row"], 1, "the untrained model's row")
     columns = tuple(f"task {t + 1}" for t in range(by_task.shape[1]))
     tasks = AccuracyMatrix(name, by_task, columns, initial=initial)
     told: Sequence[Sequence[int]] = run.start["stream"]["classes"]
@@ -42,7 +43,7 @@ def _matrix(run: Run, name: str) -> AccuracyMatrix:
         np.array([_of_classes(e) for e in ends]),
         tuple(run.classes),
         tuple(own[c] for c in range(len(run.classes))),
-        _of_classes(untrained),
+        None if before is None else _of_classes(before),
         joined=tasks,
     )
 
