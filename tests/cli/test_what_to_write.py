@@ -46,7 +46,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
         ("run small.toml more.toml", "Unused Tokens: ['more.toml']."),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
-        ("list recipes", "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, topology"),
+        (
+            "list recipes",
+            "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, stream, topology",
+        ),
     ],
 )
 def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
