@@ -8,6 +8,7 @@ import pytest
 
 from fedstill.errors import ConfigError
 from fedstill.records import SERVER
+from fedstill.stream import ONE_TASK, Stream
 from fedstill.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
 
 
@@ -18,6 +19,7 @@ class Small:
     clients: int = 20
     rounds: int = 5
     seed: int = 3
+    stream: Stream = ONE_TASK
 
 
 def test_sampling_is_a_function_of_seed_and_round_alone() -> None:
@@ -86,6 +88,26 @@ def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
 
 
+def test_a_chain_in_fixed_order_is_of_all_clients_by_id() -> None:
+    assert [s.clients[0] for s in Sequential(order="fixed")(4, Small())] == list(range(20))
+    assert [s.clients[0] for s in Sequential(order="fixed", sampled=3)(4, Small())] == sorted(sample(Small(), 4, 3))
+
+
+def test_a_chain_takes_stages_before_and_after() -> None:
+    schedule = Sequential(sampled=2, first="warm", last="alone")
+    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
+    assert [(s.name, s.index, s.hop) for s in first] == [("warm", 0, False), ("train", 1, True), ("train", 2, True)]
+    assert [s.name for s in middle] == ["train", "train"]
+    assert [(s.name, s.hop) for s in last] == [("train", True), ("train", True), ("alone", False)]
+    assert first[0].clients == last[2].clients == tuple(range(20))
+
+
+def test_a_stage_after_every_rounds_training_is_for_the_rounds_clients() -> None:
+    stages = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")(5, Small())
+    assert [s.name for s in stages] == ["head", "train", "own", "distil", "finetune"]
+    assert stages[0].clients == stages[1].clients == stages[2].clients
+
+
 def test_public_logits_takes_stages_before_and_after() -> None:
     schedule = PublicLogits(sampled=2, first="pretrain", start="transfer", last="revisit")
     everyone = tuple(range(20))
@@ -121,3 +143,12 @@ def test_peer_to_peer_fits_once() -> None:
 def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         schedule(1, Small())  # type: ignore[operator]
+
+
+def test_clients_that_are_not_there_are_passed_over_and_the_others_keep_their_order() -> None:
+    stream = Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((1, c) for c in range(12)))
+    later = sample(Small(stream=stream), 4, 7)
+    everyone = sample(Small(), 4, 20)
+    assert later == [c for c in everyone if c >= 12][:7]
+    assert sample(Small(stream=stream), 2, 7) == sample(Small(), 2, 7)
+    assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][1] == tuple(range(12, 20))

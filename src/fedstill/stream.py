@@ -53,8 +53,9 @@ class Stream:
     ``starts``: the first round of each task; ``rounds``: of the run. ``by_task``: the classes of each task. ``head``:
     which outputs take part in training. ``restarts``: the learning rate's schedule counts within a task. ``lag``: a
     client's clock is from 0 to so many rounds late. ``join``: the share of clients that is there from the start, the
-    others enter evenly over the tasks. ``stay``: the share that stays with its task at a change. ``absent``: pairs
-    (task, client) of those without examples. All that is drawn is drawn by key from ``seed``.
+    others enter evenly over the tasks. ``stay``: the share that stays with its task at a change. ``kept``: whether
+    clients train on the data of earlier tasks, too. ``absent``: pairs (task, client) of those without examples. All
+    that is drawn is drawn by key from ``seed``.
     """
 
     starts: tuple[int, ...] = (1,)
@@ -66,6 +67,7 @@ class Stream:
     lag: int = 0
     join: float = 1.0
     stay: float = 0.0
+    kept: bool = False
     seed: int = 0
     absent: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
 
@@ -127,11 +129,14 @@ class Stream:
         return [client for client, task in now if task >= 0 and (task, client) not in self.absent]
 
     def mask(self, round: int, client: int, classes: int) -> Tensor | None:
-        """Which outputs take part in a client's training in a round, (C,) bool; None where all do."""
+        """Which outputs take part in a client's training in a round, (C,) bool; None where all do.
+
+        Where data of earlier tasks are kept, their outputs take part as well.
+        """
         task = self.task(round, client)
         if self.head == "all" or task < 0:
             return None
-        on = self.seen(task) if self.head == "seen" else self.classes(task)
+        on = self.classes(task) if self.head == "task" and not self.kept else self.seen(task)
         if len(on) == classes:
             return None
         mask = torch.zeros(classes, dtype=torch.bool)

@@ -51,7 +51,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run small.toml -s data.mean=0.5", "data.mean = 0.5: write a list, [0.5]"),
         ("run small.toml more.toml", "nothing takes 'more.toml' here"),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
-        ("list recipes", "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, topology"),
+        (
+            "list recipes",
+            "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, stream, topology",
+        ),
     ],
 )
 def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

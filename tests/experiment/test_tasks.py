@@ -19,6 +19,7 @@ from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics import tasks as over
 from fedstill.records import Stage
+from fedstill.report.run_matrix import run_matrices
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
 NEW = ("stream", "task", "accuracy_seen", "measured_in")
@@ -235,6 +236,18 @@ def test_a_stream_of_ones_own_from_a_file(tmp_path: Path) -> None:
     assert prepared.sites.tasks.task_of.tolist() == [0] * 150 + [1] * 150
     with pytest.raises(ConfigError, match="task 3 has no examples; set fewer"):
         prepare(settle(toys.toy(rounds=3, partition=IID, stream={**what, "tasks": 3})), toys.blobs())
+
+
+@pytest.mark.parametrize("name", ["local_only", "fedavg_once", "ensemble", "pfnm"])
+def test_peers_have_one_exchange_a_task(name: str, tmp_path: Path) -> None:
+    what = toys.toy(name, partition=IID, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3})
+    run(what, tmp_path / "run", toys.blobs())
+    ends = [e["task"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"]
+    wanted = {"local_only": [], "ensemble": [1, 2, 3]}  # without a model of the server there is no row
+    assert ends == wanted.get(name, [0, 1, 2, 3])
+    assert len(run_matrices(tmp_path)[0].percent) == 3 if ends else name == "local_only"
+    with pytest.raises(ConfigError, match=r"one exchange a task; set rounds = 3"):
+        settle(toys.toy(name, rounds=6, topology={"clients": 4}, stream={"kind": "classes", "tasks": 3}))
 
 
 @pytest.mark.parametrize(

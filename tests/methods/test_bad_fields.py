@@ -19,6 +19,7 @@ BELOW_ZERO = {
     "fedsol": ["rho"],
     "fedrod": ["gamma"],
     "feddbe": ["kappa"],
+    "metafed": ["strength", "keeps_above", "listens_below"],
     "feddc": ["alpha"],
     "ditto": ["strength"],
     "afl": ["ridge"],

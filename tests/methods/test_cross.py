@@ -17,7 +17,7 @@ from run_bits import assert_same_bits, bits, stopped
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
@@ -105,6 +105,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddf", "sequential", "an ensemble needs several"),
         ("fedbe", "sequential", "an ensemble needs several"),
         ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),
+        ("metafed", "parallel", "there is no client before"),
         ("fedseq", "parallel", "side by side it is method fedavg"),
         ("cwc", "parallel", "no client passes an importance on"),
         ("fedavg", "peer_to_peer", "does not know stage 'refine' of topology peer_to_peer"),

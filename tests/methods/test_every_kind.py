@@ -21,7 +21,7 @@ REFUSED = {("fedalign", kind): "needs a model with a slimmable stage" for kind i
 REFUSED |= {("pfnm", "text"): "bag(hidden=(8,), width=6) has embeddings; choose another method"}
 """What cannot run on a kind, and what is said of it."""
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 """Nothing is side by side there."""
 
 

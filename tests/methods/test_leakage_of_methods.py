@@ -24,7 +24,7 @@ BY_LOGITS = {
 would have given."""
 STAGES = {
     "ft_fedavg": (*TRAIN, "finetune"),
-    **dict.fromkeys(("aver", "camkd", "cwc", "ebkd", "fedseq", "sfedkd"), 4 * TRAIN),
+    **dict.fromkeys(("aver", "camkd", "cwc", "ebkd", "fedseq", "metafed", "sfedkd"), 4 * TRAIN),
     **dict.fromkeys(("ensemble", "fedavg_once", "local_only", "pfnm"), FIT),
     **dict.fromkeys(("clue", "naive_kd"), ASKED),
     **dict.fromkeys(("qkt", "qkt_light", "qkt_light_volunteer", "qkt_var_e"), REFINED),

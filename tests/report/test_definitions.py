@@ -1,14 +1,18 @@
 """Accuracy matrices by whomever: what a CSV file may look like, what is refused, and the table of definitions."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, DataError
+from fedstill.errors import ConfigError, CorruptFile, DataError
+from fedstill.experiment.running.runner import run
 from fedstill.report.definitions import definition_heads, definition_rows, how_they_differ
 from fedstill.report.matrix_file import read_matrix
+from fedstill.report.run_matrix import run_matrices
 
 A = "80\n78,60\n75,55,50\n"
 
@@ -116,3 +120,35 @@ def test_readings_that_change_numbers_are_said(tmp_path: Path) -> None:
     assert "left out" in read_matrix(written(tmp_path, "80,70,60\n78,60,50\n")).notes[-1]
     assert "zeros" in read_matrix(written(tmp_path, "80,0\n78,60\n")).notes[-1]
     assert "no accuracy after task 2 in task 1" in read_matrix(written(tmp_path, "80,\n,60\n")).notes[-1]
+
+
+def test_a_run_with_tasks_is_a_matrix_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]]}
+    run(toys.toy(rounds=2, partition={"kind": "iid"}, stream=stream), tmp_path / "run", toys.blobs())
+    (matrix,) = run_matrices(tmp_path)
+    assert matrix.own == (0, 0, 1, 1, 0)
+    assert matrix.columns[0] == "class 0"
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    numbers = {row[0]: row[1:3] for row in definition_rows([matrix])}
+    for name in ("final_accuracy", "average_forgetting", "learned", "kept"):
+        assert numbers[name][0] == f"{100 * summary[name]:.2f}"
+    assert call(["forgetting", str(tmp_path / "run"), str(written(tmp_path, A))]) == 0
+    assert "untrained" in capsys.readouterr().out
+
+
+def test_a_run_without_tasks_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(toys.toy(rounds=1), tmp_path / "run", toys.blobs())
+    assert call(["forgetting", str(tmp_path / "run")]) == 2
+    assert "no run in it has ended a task" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("what", "value"), [("row", [0.5]), ("task", 7), ("totals", [[1, 2]]), ("correct", "much")])
+def test_a_damaged_end_of_a_task_is_named(what: str, value: object, tmp_path: Path) -> None:
+    run(toys.toy(rounds=2, stream={"kind": "drift", "tasks": 2}), tmp_path / "run", toys.blobs())
+    journal = tmp_path / "run" / "journal.jsonl"
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    ends = [event for event in events if event["event"] == "task"]
+    ends[1][what] = value
+    journal.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+    with pytest.raises(CorruptFile, match="the end of task"):
+        run_matrices(tmp_path / "run")

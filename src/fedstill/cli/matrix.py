@@ -21,24 +21,26 @@ def forgetting_command(
     initial: Numbers = (),
     class_tasks: ClassTasks = (),
 ) -> int:
-    """What a model forgot over tasks, by everybody's definition, and how these differ; any matrix will do.
+    """What a model forgot over tasks, by everybody's definition, and how these differ; any matrix or run will do.
 
     A CSV file has a row for each task's end and a column for each task: the accuracy on it, blank for tasks to come.
     Where the first column counts the rows, a first row 0 is the untrained model.
 
     Args:
-        matrices: CSV files of accuracies.
-        unit: Whether accuracies are percentages or shares. Unset, percentages where one is above 1.
+        matrices: CSV files of accuracies, directories of runs with tasks, or both.
+        unit: Whether a file's accuracies are percentages or shares. Unset, percentages where one is above 1.
         initial: The untrained model's accuracy in each column, for forward transfer.
         class_tasks: Where columns are classes: the task of each, counted from 0 or from 1.
     """
     from fedstill.errors import ConfigError
     from fedstill.report import definitions, terminal
     from fedstill.report.matrix_file import read_matrix
+    from fedstill.report.run_matrix import run_matrices
 
     if not matrices:
-        raise ConfigError("forgetting: give a CSV file, a row for each task's end and a column for each task")
-    read = [read_matrix(path, unit, initial, class_tasks) for path in matrices]
+        raise ConfigError("forgetting: give a CSV file, a row for each task's end and a column for each task, or a run")
+    each = [run_matrices(p) if p.is_dir() else [read_matrix(p, unit, initial, class_tasks)] for p in matrices]
+    read = [matrix for some in each for matrix in some]
     screen = terminal.console(sentences=True)
     for matrix in read:
         for note in matrix.notes:

@@ -16,14 +16,13 @@ class TaskData:
     """A cut of the training set, on the clock of a stream.
 
     ``task_of``: (n,) int64, the task of each training example; None where every task shows all of them. ``transforms``:
-    how each task shows its images; empty: as they are. ``kept``: whether clients train on the data of earlier tasks,
-    too. ``by_domain``: whether each task has test examples of its own, those of its value of a column.
+    how each task shows its images; empty: as they are. ``by_domain``: whether each task has test examples of its own,
+    those of its value of a column.
     """
 
     stream: Stream
     task_of: Tensor | None
     transforms: tuple[Transform | None, ...] = ()
-    kept: bool = False
     by_domain: bool = False
 
     def had(self, client: int, round: int) -> list[int]:
@@ -34,7 +33,7 @@ class TaskData:
         now = self.stream.task(round, client)
         if now < 0:
             return []
-        past = range(now) if self.kept else ()
+        past = range(now) if self.stream.kept else ()
         return [now, *(t for t in past if self.stream.has_joined(client, t))]
 
     def of_task(self, part: Tensor, task: int) -> Tensor:

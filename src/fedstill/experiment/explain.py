@@ -21,6 +21,7 @@ from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.raised import with_asks
 from fedstill.records import SERVER, Payload, Plan, Stage
+from fedstill.stream import Stream
 from fedstill.wire.privacy import Privacy
 
 TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
@@ -97,7 +98,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         rounds=settings.rounds,
         engine=_engine(prepared),
         answer=_answer(settings.method),
-        rates=_rates(settings.plans, settings.rounds),
+        rates=_rates(settings.plans, settings.rounds, world.stream),
         many=prepared.dataset.about.many_or_examples,
     )
 
@@ -188,11 +189,11 @@ def _answer(method: Method) -> str:
     return f"each client's own model, after {after}" if after else "the server's"
 
 
-def _rates(plans: Mapping[str, Plan], rounds: int) -> str:
+def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
     """Each stage's learning rate in round 1, in the round where it is highest, and in the last."""
     said = []
     for stage, plan in plans.items():
-        rates = [plan.lr_at(r) for r in range(1, rounds + 1)]
+        rates = [plan.lr_at(stream.within(r)) for r in range(1, rounds + 1)]
         turns = dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
         each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
         said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
@@ -218,9 +219,10 @@ def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:
-    if stages[0].hop:
-        return (f"{len(stages)} × {stages[0].name}, one client after another",)
-    return tuple(f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages)
+    hops = [s.name for s in stages if s.hop]
+    chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
+    who = [f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages]
+    return tuple(dict.fromkeys(chain if s.hop else own for s, own in zip(stages, who, strict=True)))
 
 
 def told_of_examples(prepared: Prepared) -> list[str]:

@@ -29,7 +29,8 @@ UNTRAINED = frozenset({"0", "untrained", "initial"})
 class AccuracyMatrix:
     """Accuracies in percent, (T, K), NaN for blanks; where columns are classes, ``own`` is the task of each, from 0.
 
-    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence each.
+    ``initial``: the untrained model's (K,). ``notes``: how the file was read, a sentence each. ``joined``: the same by
+    task, where it is known better than as the mean over classes.
     """
 
     name: str
@@ -38,12 +39,13 @@ class AccuracyMatrix:
     own: tuple[int, ...] | None = None
     initial: Values | None = None
     notes: tuple[str, ...] = ()
+    joined: AccuracyMatrix | None = None
 
     @property
     def tasks(self) -> AccuracyMatrix:
         """The same by task; itself where columns are tasks."""
-        if self.own is None:
-            return self
+        if self.own is None or self.joined is not None:
+            return self.joined or self
         joined = by_task(self.percent, self.own)
         initial = None if self.initial is None else by_task([self.initial], self.own)[0]
         names = tuple(f"task {t + 1}" for t in range(joined.shape[1]))

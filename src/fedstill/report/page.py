@@ -28,6 +28,7 @@ from fedstill.report.landscapes import landscape
 from fedstill.report.leaks import leaks
 from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
+from fedstill.report.over_tasks import over_tasks
 from fedstill.report.refused import refused
 from fedstill.report.targets import targets
 from fedstill.report.told_data import data_section
@@ -67,6 +68,7 @@ def page(compared: Sequence[Group]) -> str:
         asked(compared, style),
         boundaries(compared, style),
         sections.over_rounds(compared, style),
+        over_tasks(compared, style),
         heterogeneity(compared),
         sensitivity(compared),
         sections.class_maps(compared, style),

@@ -33,9 +33,8 @@ def class_stream(
     Where the number of classes cannot be divided, the first tasks have one more. ``legacy`` is NumPy's old permutation,
     the order of TARGET's and LANDER's codes, so that their class orders can be had again.
 
-    Args:
-        order: Drawn by seed, as the classes are numbered, as older codes draw it, or the classes of each task written.
-        first: How many classes task 1 has; 0: as many as the others.
+    order: Drawn by seed, as the classes are numbered, as older codes draw it, or each task's classes written.
+    first: How many classes task 1 has; 0: as many as the others.
     """
     written = (
         _written(order, tasks, classes) if isinstance(order, tuple) else _divided(order, tasks, seed, classes, first)

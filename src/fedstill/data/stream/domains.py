@@ -38,10 +38,9 @@ def domain_stream(
 
     Task 1 shows images as they are. Changes use whole numbers only, so that every machine makes the same bytes.
 
-    Args:
-        column: The data's column whose values are the domains, one a task, in their order.
-        transform: How images change from task to task, where there is no such column.
-        share: Whether each example belongs to one task, or every task shows all of them; without a column.
+    column: The data's column whose values are the domains, one a task, in their order.
+    transform: How images change from task to task, where there is no such column.
+    share: Whether each example belongs to one task, or every task shows all of them; without a column.
     """
     every = tuple(tuple(range(classes)) for _ in range(tasks))
     if bool(column) == bool(transform):

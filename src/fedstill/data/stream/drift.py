@@ -21,8 +21,7 @@ def drift_stream(labels: NDArray[np.int64], tasks: int, seed: int, classes: int,
     Each example of a task goes to its client of the second split with the task's probability, else of the first. A
     client may be without examples in a task.
 
-    Args:
-        path: How the share of the second split goes: 0 to 1 evenly, 0 then 1 from the middle on, or 0 to 1 and back.
+    path: How the share of the second split goes: 0 to 1 evenly, 0 then 1 from the middle on, or 0 to 1 and back.
     """
     at = [t / (tasks - 1) if tasks > 1 else 0.0 for t in range(tasks)]
     if path == "jump":

@@ -40,8 +40,6 @@ def refuse_with_stream(settings: Settings) -> None:
         raise ConfigError("[stream] cuts data that this process has; leave it out, or flower.data = 'sites'")
     if settings.query.asks:
         raise ConfigError("[stream] and [query] both say when data come; leave one of them out")
-    if settings.named.topology.name == "peer_to_peer" and settings.stream.tasks > 1:
-        raise ConfigError("[stream]: peer_to_peer is one shot, with one round; choose a method of another topology")
     if settings.named.stream.values.get("column") and settings.named.partition.values.get("column"):
         raise ConfigError("stream.column and partition.column both need a column of their own; leave one of them out")
 

@@ -151,7 +151,7 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
-        tasks=None if shared.cut is None else task_data(settings, world.stream, shared.cut),
+        tasks=None if shared.cut is None else task_data(world.stream, shared.cut),
     )
 
 

@@ -92,6 +92,7 @@ def stream_of(settings: Settings, cut: Cut, parts: FlatParts[Tensor]) -> Stream:
         table.lag,
         table.join,
         table.stay,
+        table.past == "kept",
         _seed(settings),
         absent,
     )
@@ -101,10 +102,10 @@ def stream_of(settings: Settings, cut: Cut, parts: FlatParts[Tensor]) -> Stream:
     return stream
 
 
-def task_data(settings: Settings, stream: Stream, cut: Cut) -> TaskData:
+def task_data(stream: Stream, cut: Cut) -> TaskData:
     """The cut on the clock of the stream."""
     task_of = None if cut.task is None else torch.from_numpy(np.ascontiguousarray(cut.task, dtype=np.int64))
-    return TaskData(stream, task_of, cut.transforms, settings.stream.past == "kept", cut.by_domain)
+    return TaskData(stream, task_of, cut.transforms, cut.by_domain)
 
 
 def _drifting(settings: Settings, train: Examples, cut: Cut, first: Parts) -> Parts:

@@ -39,7 +39,7 @@ class TaskEnds:
         if self.prepared.sites.tasks is None:
             return {}
         stream, names = self.prepared.world.stream, self.prepared.dataset.classes
-        counts = self._counts.sum(dim=0)
+        counts = self.counts.sum(dim=0)
         return {
             "stream": {
                 "kind": self.prepared.settings.named.stream.label,
@@ -47,7 +47,7 @@ class TaskEnds:
                 "names": [[names[c] for c in own] for own in stream.by_task],
                 "first_rounds": list(stream.starts),
                 "label_counts": counts.tolist(),
-                "clients": [int(n) for n in (self._counts.sum(dim=2) > 0).sum(dim=0)],
+                "clients": [int(n) for n in (self.counts.sum(dim=2) > 0).sum(dim=0)],
             }
         }
 
@@ -102,7 +102,7 @@ class TaskEnds:
         return torch.stack([torch.bincount(test.labels.cpu(), minlength=classes) for test in self.tests])
 
     @cached_property
-    def _counts(self) -> Tensor:
+    def counts(self) -> Tensor:
         """Label counts by client, task and class (clients, T, C)."""
         sites, world = self.prepared.sites, self.prepared.world
         tasks, labels = sites.tasks, sites.train.labels.cpu()
@@ -150,7 +150,7 @@ class TaskEnds:
         if len(self.tests) > 1:
             return (correct.sum(1).double() / self._totals.sum(1)).tolist()
         if len(set(stream.by_task)) == 1:  # drift: as its clients' mixes weigh the classes, the mean over clients
-            each = [_weighed(accuracy[0], self._counts[:, t].double()) for t in range(stream.tasks)]
+            each = [_weighed(accuracy[0], self.counts[:, t].double()) for t in range(stream.tasks)]
             return [float(own[~own.isnan()].mean()) for own in each]
         rows = [list(own) for own in stream.by_task]
         return [float(correct[0][own].sum().double() / self._totals[0][own].sum()) for own in rows]
@@ -160,7 +160,7 @@ class TaskEnds:
         if task < 0 or self.prepared.world.clients > MOST_CLIENTS:
             return {}
         of = range(self.prepared.world.stream.tasks)
-        each = [_weighed(accuracy[t if len(accuracy) > 1 else 0], self._counts[:, t].double()).tolist() for t in of]
+        each = [_weighed(accuracy[t if len(accuracy) > 1 else 0], self.counts[:, t].double()).tolist() for t in of]
         return {"clients": {str(c): [_number(v) for v in row] for c, row in enumerate(zip(*each, strict=True))}}
 
 
