@@ -39,6 +39,9 @@ class Examples:
     def __len__(self) -> int:
         return self.values.shape[0]
 
+    def __repr__(self) -> str:
+        return f"<Examples: {len(self):,} of shape {tuple(self.values.shape[1:])}, {self.values.dtype}>"
+
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
         there = index.to(self.labels.device)
