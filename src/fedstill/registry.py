@@ -217,15 +217,14 @@ def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entr
     own = [e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__]
     file = Path(name).name
     if attribute:
-        target = getattr(module, attribute, None)
-        if not callable(target):
+        if not callable(target := getattr(module, attribute, None)):
             raise UnknownName(kind, attribute, (n for n in vars(module) if n[0] != "_"), where=file.split(":")[0])
         entry = next((e for e in own if e.target is target), Entry(kind, name, target))
     elif len(own) != 1:
         targets = [e.target for e in own] or filter(callable, vars(module).values())
         some = [f"{file}:{v.__name__}" for v in targets if getattr(v, "__module__", "") == module.__name__][:5]
-        has = f"registers {len(own) or 'no'} {kind}{'s' * bool(own)}; say what of it is meant: {' or '.join(some)}"
-        raise ConfigError(f"{kind} {file!r}: the file {has}")
+        has = f"the file registers {len(own) or 'no'} {kind}{'s' * bool(own)}"
+        raise ConfigError(f"{kind} {file!r}: {has}; say what of it is meant: {' or '.join(some)}")
     else:
         entry = own[0]
     _refuse_undecorated(entry)
