@@ -110,8 +110,15 @@ TOLERANT = {"failures": "tolerate"}
 """The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines does."""
 
 
+def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
+    """A client's own network and a shared one."""
+    own_arguments = arguments or ({"hidden": (6,)} if own == "mlp" else {})
+    both = {"own": own, "own_arguments": own_arguments, "shared": "mlp", "shared_arguments": {"hidden": (8,)}}
+    return {"name": "pair", **both}
+
+
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries."""
+    """What a toy experiment with a method needs: one round among peers, public data, queries, two networks."""
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
     return {
@@ -119,6 +126,7 @@ def suited(name: str) -> dict[str, object]:
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
+        **({"model": two_networks()} if "pair" in built.requires() else {}),
     }
 
 

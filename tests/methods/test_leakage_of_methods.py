@@ -32,7 +32,7 @@ STAGES = {
     **{name: (stage,) for name, stage in BY_LOGITS.items()},
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
-SEND_A_PART = ["fedbabu", "feddbe", "fedrep", "fedrod", "lg_fedavg"]
+SEND_A_PART = ["fedbabu", "feddbe", "fedrep", "fedrod", "fml", "lg_fedavg"]
 """What these send is no model that could be asked about an image: the measure is refused, in one line."""
 NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {"fedavg_once", "pfnm"}
 
@@ -42,7 +42,7 @@ def test_a_part_of_a_model_is_not_attacked_and_the_refusal_says_so(name: str) ->
     with pytest.raises(
         ConfigError, match=f"clients of method {name} send neither models nor logits but (mean, )?shared"
     ):
-        run(toys.toy(name, measure=("leakage",)), None, toys.blobs())
+        run(toys.toy(name, measure=("leakage",), **toys.suited(name)), None, toys.blobs())
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_A_PART])

@@ -20,6 +20,8 @@ from fedstill.records import SERVER, ModelSpec
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
     "head": ("head", "give it submodules body and head"),
+    "levels": ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
+    "pair": ("a network of the client's own beside", "set model.name = 'pair', and model.own and model.shared"),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
