@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.desk import Desk
+from fedstill.engines.frozen import frozen
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.settings import Settings
@@ -171,7 +172,9 @@ def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Ten
     if own is None:
         raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
     after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
-    return f"client {client}", predictor(world.model(client), method.work(after[-1]).answer(own) if after else own)
+    spec = world.model(client)
+    answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
+    return f"client {client}", predictor(answer.spec, answer.params)
 
 
 def _remembered(run: _Trained, client: int) -> Payload:
