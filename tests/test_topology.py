@@ -8,6 +8,7 @@ import pytest
 
 from fedstill.errors import ConfigError
 from fedstill.records import SERVER
+from fedstill.stream import ONE_TASK, Stream
 from fedstill.topology import Parallel, PeerToPeer, PublicLogits, Sequential, sample
 
 
@@ -18,6 +19,7 @@ class Small:
     clients: int = 20
     rounds: int = 5
     seed: int = 3
+    stream: Stream = ONE_TASK
 
 
 def test_sampling_is_a_function_of_seed_and_round_alone() -> None:
@@ -69,6 +71,14 @@ def test_a_stage_before_every_rounds_training_is_for_the_rounds_clients() -> Non
     assert [(s.name, s.index) for s in first] == [("warm", 0), ("head", 1), ("train", 2)]
     assert [s.name for s in second] == ["head", "train"]
     assert second[0].clients == second[1].clients == tuple(sorted(sample(Small(), 2, 2)))
+
+
+def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:
+    schedule = Parallel(sampled=2, server="distil", last="finetune", closing="calibrate")
+    assert "calibrate" not in [s.name for s in schedule(1, Small())]
+    end = schedule(Small().rounds, Small())
+    assert [(s.name, s.index) for s in end] == [("train", 0), ("distil", 1), ("finetune", 2), ("calibrate", 3)]
+    assert end[-1].clients == (SERVER,)
 
 
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
@@ -133,3 +143,12 @@ def test_peer_to_peer_fits_once() -> None:
 def test_what_cannot_be_scheduled_is_refused(schedule: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         schedule(1, Small())  # type: ignore[operator]
+
+
+def test_clients_that_are_not_there_are_passed_over_and_the_others_keep_their_order() -> None:
+    stream = Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((1, c) for c in range(12)))
+    later = sample(Small(stream=stream), 4, 7)
+    everyone = sample(Small(), 4, 20)
+    assert later == [c for c in everyone if c >= 12][:7]
+    assert sample(Small(stream=stream), 2, 7) == sample(Small(), 2, 7)
+    assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][1] == tuple(range(12, 20))

@@ -117,8 +117,13 @@ def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
     return {"name": "pair", **both}
 
 
+def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
+    """A network with a simplex as its head."""
+    return {"name": "etf", "of": of, "arguments": arguments or {"hidden": (8,)}}
+
+
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries, two networks."""
+    """What a toy experiment with a method needs: one round among peers, public data, queries, a network of its kind."""
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
     return {
@@ -127,6 +132,7 @@ def suited(name: str) -> dict[str, object]:
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
         **({"model": two_networks()} if "pair" in built.requires() else {}),
+        **({"model": on_simplex()} if "etf" in built.requires() else {}),
     }
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedstill.method import Engine
 from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.rounds import Engine
+from fedstill.topology import CENSUS
 from fedstill.verdicts import demand_quorum
 from fedstill.watch import Watch, replies_of, told
 from fedstill.wire.screen import Rules, screen
@@ -17,7 +18,7 @@ from fedstill.work import Census
 
 def census_stage(world: World) -> Stage:
     """The stage before round 1 in which every client sends its label counts."""
-    return Stage(0, 0, "census", tuple(range(world.clients)))
+    return Stage(0, 0, CENSUS, tuple(range(world.clients)))
 
 
 def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: Rules) -> State:

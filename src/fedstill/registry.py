@@ -1,4 +1,4 @@
-"""Finds methods, models, datasets, partitions, topologies and measures by name, by file or by import path.
+"""Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or import path.
 
 A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of
 that kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"``
@@ -31,6 +31,7 @@ HOMES = {
     "partition": "fedstill.data.partition",
     "topology": "fedstill.topology",
     "measure": "fedstill.experiment.measures",
+    "stream": "fedstill.data.stream",
 }
 """The package in which each kind's built-in things register themselves."""
 
@@ -38,6 +39,7 @@ GIVEN = {
     "partition": {"labels", "clients", "groups", "seed"},
     "model": {"input_shape", "in_channels", "vocabulary", "classes", "num_classes"},
     "dataset": {"folder"},
+    "stream": {"labels", "domains", "tasks", "seed", "classes"},
 }
 """Parameters that the library supplies, and that are therefore no fields of a config."""
 
@@ -109,8 +111,7 @@ def register(kind: str, name: str, *, about: str = "", **preset: Any) -> Callabl
         entry = Entry(kind, name, target, preset, about)  # type: ignore[arg-type]
         home = entry.target.__module__
         key = f"{home}:{name}" if home.startswith(USER) else name
-        old = _entries.get((kind, key))
-        if old is not None and old.target.__module__ != home:
+        if (old := _entries.get((kind, key))) and old.target.__module__ != home:
             raise ConfigError(f"{kind} {name!r} is registered already, by {old.target.__module__}; choose another name")
         _entries[kind, key] = entry
         return target
@@ -220,9 +221,8 @@ def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entr
     if attribute:
         target = getattr(module, attribute, None)
         if not callable(target):
-            raise UnknownName(
-                kind, attribute, [n for n in vars(module) if not n.startswith("_")], where=module.__name__
-            )
+            known = [n for n in vars(module) if not n.startswith("_")]
+            raise UnknownName(kind, attribute, known, where=module.__name__)
         entry = next((e for e in own if e.target is target), Entry(kind, name, target))
     elif len(own) != 1:
         raise ConfigError(f"{kind} {name!r}: the file registers {len(own)} of them; name one as {name!r} + ':Name'")

@@ -17,6 +17,9 @@ from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Stage, World
 from fedstill.registry import register
 
+CENSUS = "census"
+"""The stage in which clients send their label counts."""
+
 
 class Topology(Protocol):
     """A schedule: the stages of each round."""
@@ -26,9 +29,16 @@ class Topology(Protocol):
 
 
 def sample(world: World, round: int, count: int | None) -> list[int]:
-    """Distinct clients of a round in the order drawn, uniformly by key; by default ten, or all if there are fewer."""
+    """Distinct clients of a round in the order drawn, uniformly by key; by default ten, or all if there are fewer.
+
+    Clients that are not there in the round's task are passed over.
+    """
     draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
     order = torch.randperm(world.clients, generator=draw)
+    if world.stream.tasks > 1:
+        there = torch.zeros(world.clients, dtype=torch.bool)
+        there[world.stream.present(round)] = True
+        order = order[there[order]]
     drawn: list[int] = order[: min(10, world.clients) if count is None else count].tolist()
     return drawn
 
@@ -57,21 +67,26 @@ class Parallel(_Sampled):
     first: str = ""
     """A stage of this name stands before round 1's, for all clients."""
     last: str = ""
-    """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
+    """A stage of this name follows the last round's, for all clients (FT-FedAvg). "ridge": the model's last layer is
+    solved for from sums that they send, whatever the method."""
     before: str = ""
     """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
     after: str = ""
     """A stage of this name follows every round's, for the round's clients."""
+    closing: str = ""
+    """A stage of this name is the very last, in which the server works (CCVR)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         clients = tuple(sorted(self.drawn(round, world)))
         stages = [Stage(round, 0, name, clients) for name in (self.before, "train", self.after) if name]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world)))
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world)))
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        if self.closing and round == world.rounds:
+            stages.append(Stage(round, 0, self.closing, (SERVER,), "public"))
         return _numbered(stages)
 
 
@@ -89,13 +104,13 @@ class Sequential(_Sampled):
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = self.order == "fixed" and self.sampled is None
-        clients = sample(world, round, world.clients) if everyone else self.drawn(round, world)
+        clients = _everyone(world, round) if everyone else self.drawn(round, world)
         chain = sorted(clients) if self.order == "fixed" else clients
         stages = [Stage(round, 0, "train", (c,), hop=True) for c in chain]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world)))
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world)))
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
         return _numbered(stages)
 
 
@@ -113,16 +128,16 @@ class PublicLogits(_Sampled):
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         starting = round == 1 and bool(self.start)
-        clients = _everyone(world) if starting else tuple(sorted(self.drawn(round, world)))
+        clients = _everyone(world, round) if starting else tuple(sorted(self.drawn(round, world)))
         stages = [
             Stage(round, 0, self.start if starting else "local", clients),
             Stage(round, 0, "teach_server", (SERVER,), "public"),
             Stage(round, 0, "distil", clients, "public"),
         ]
         if self.first and round == 1:
-            stages.insert(0, Stage(round, 0, self.first, _everyone(world), "public"))
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round), "public"))
         if self.last and round == world.rounds:
-            stages.append(Stage(round, 0, self.last, _everyone(world)))
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
         return _numbered(stages)
 
 
@@ -141,7 +156,7 @@ class PeerToPeer:
     """Whether students refine what they have learned."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
-        everyone = _everyone(world)
+        everyone = _everyone(world, round)
         students = tuple(sorted(set(self.students))) or everyone
         strangers = sorted(set(students) - set(everyone))
         if strangers:
@@ -153,8 +168,22 @@ class PeerToPeer:
         return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
 
 
-def _everyone(world: World) -> tuple[int, ...]:
-    return tuple(range(world.clients))
+@dataclass(frozen=True)
+class CountedAnew:
+    """A topology for methods that need label counts: where a client's task changes, a census stands first."""
+
+    of: Topology
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        stages = self.of(round, world)
+        if not world.stream.changes(round):
+            return stages
+        return _numbered([Stage(round, 0, CENSUS, _everyone(world, round)), *stages])
+
+
+def _everyone(world: World, round: int) -> tuple[int, ...]:
+    """All clients; with tasks, all that are there in a round."""
+    return tuple(world.stream.present(round) if world.stream.tasks > 1 else range(world.clients))
 
 
 def _numbered(stages: Sequence[Stage]) -> list[Stage]:

@@ -46,7 +46,7 @@ def test_a_directory_is_made_under_runs(config: Path, tmp_path: Path) -> None:
     assert names == ["fedntd-digits-seed0-1", "fedntd-digits-seed0-2"]
 
 
-@pytest.mark.parametrize("kind", ["method", "dataset", "partition", "model", "topology", "measure"])
+@pytest.mark.parametrize("kind", ["method", "dataset", "partition", "model", "topology", "measure", "stream"])
 def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["list", kind]) == 0
     assert len(capsys.readouterr().out.splitlines()) >= 2

@@ -46,7 +46,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
         ("run small.toml more.toml", "Unused Tokens: ['more.toml']."),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
-        ("list recipes", "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, topology"),
+        (
+            "list recipes",
+            "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, stream, topology",
+        ),
     ],
 )
 def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,9 +64,9 @@ def test_a_list_of_one_word_before_the_config_is_taken(words: str) -> None:
 
 def test_every_option_that_takes_a_list_or_may_be_repeated_is_known() -> None:
     lists, repeated = set[str](), set[str]()
-    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report"):
+    for name in ("run", "compare", "demo", "reproduce", "query", "explain", "report", "forgetting"):
         for argument in app[name].assemble_argument_collection():
-            if argument.hint == tuple[str, ...] or argument.hint == tuple[int, ...]:
+            if argument.hint in (tuple[str, ...], tuple[int, ...], tuple[float, ...]):
                 options = {n for n in argument.names if n.startswith("-")}
                 (lists if argument.parameter.n_tokens == 1 else repeated).update(options)
     assert lists == LISTS

@@ -12,6 +12,7 @@ import pytest
 
 from fedstill import registry
 from fedstill.experiment.config.experiment import KEYS
+from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable
 from fedstill.records import Plan
 from fedstill.wire.privacy import Privacy
@@ -26,6 +27,7 @@ TABLES = {
     "query": QueryTable,
     "privacy": Privacy,
     "plan": Plan,
+    "stream": StreamTable,
 }
 
 

@@ -33,6 +33,7 @@ SIDE_BY_SIDE_ONLY = {
     "ditto",
     "feddbe",
 }
+SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 
 
 def experiment(method: object, topology: str) -> Experiment:
@@ -40,6 +41,7 @@ def experiment(method: object, topology: str) -> Experiment:
     needs = registry.lookup("method", str(name)).build().requires()
     slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     slim |= {"model": toys.two_networks()} if "pair" in needs else {}
+    slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
     asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
@@ -96,6 +98,9 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddc", "sequential", "mean drift would move it"),
         ("fedrep", "sequential", "fit their heads first; .* topology.before = 'head'"),
         ("ditto", "sequential", "topology.before = 'personal'"),
+        ("fedgen", "sequential", "topology.server = 'generate'"),
+        ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
+        ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
         ("feddbe", "sequential", "topology.first = 'means'"),
         ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
         ("feddf", "sequential", "an ensemble needs several"),

@@ -7,12 +7,25 @@ import sys
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
-from fedstill.cli import asking, comparisons, deploy, export, reproduce, single_run, tune
+from fedstill.cli import asking, comparisons, deploy, export, matrix, reproduce, single_run, tune, why
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError
 
-__all__ = ["app", "asking", "call", "comparisons", "deploy", "export", "main", "reproduce", "single_run", "tune"]
+__all__ = [
+    "app",
+    "asking",
+    "call",
+    "comparisons",
+    "deploy",
+    "export",
+    "main",
+    "matrix",
+    "reproduce",
+    "single_run",
+    "tune",
+    "why",
+]
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
 Settings = Annotated[tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 Kind = Annotated[
-    Literal["method", "dataset", "partition", "model", "topology", "measure"], Parameter(converter=_one_kind)
+    Literal["method", "dataset", "partition", "model", "topology", "measure", "stream"], Parameter(converter=_one_kind)
 ]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 """The values of the config's key ``engine``, which is known when torch is imported; a test compares them."""

@@ -105,9 +105,9 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
     from fedstill.experiment.preparing.prepared import prepare
-    from fedstill.experiment.running.evaluation import dealt_out
     from fedstill.experiment.who_asks import who_asks
     from fedstill.report import catalogue, terminal
+    from fedstill.report.drawn_data import drawn_data
 
     settings = settle(load(config, set_))
     screen = terminal.console(sentences=True)
@@ -129,10 +129,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     if split and prepared.sites.parts:
         screen.print()
         _explain_queries(*who_asks(prepared))
-        classes, split_now = prepared.dataset.classes, dealt_out(prepared.sites)
-        counts = split_now.counts(len(classes)) if split_now else ()
-        tests = {client: len(own) for client, own in prepared.sites.own_tests.items()}
-        screen.print(terminal.drawn_split(counts, classes, min(screen.width, 160), names=prepared.names, tests=tests))
+        for drawn in drawn_data(prepared, min(screen.width, 160)):
+            screen.print(drawn)
     return 0
 
 
@@ -141,7 +139,7 @@ def list_(
     kind: Kind | None = None,
     name: str | None = None,
 ) -> int:
-    """Show what there is: methods, datasets, partitions, models, topologies, measures.
+    """Show what there is: methods, datasets, partitions, models, topologies, measures, streams.
 
     Args:
         kind: Only this kind, with the fields that a config may set; the plural is understood, too.
@@ -219,7 +217,7 @@ def _by_query(history: Sequence[Mapping[str, Any]], key: str) -> str:
 def _show(result: Result, again: bool) -> int:
     from fedstill.metrics.answers import UNTAUGHT
     from fedstill.report import terminal
-    from fedstill.report.numbers import BELOW_ZERO, COLUMNS
+    from fedstill.report.numbers import BELOW_ZERO, COLUMNS, over_time
 
     s = result.summary
     rows = [
@@ -236,6 +234,7 @@ def _show(result: Result, again: bool) -> int:
             if "/" in m.key and (v := _last_seen(result, m.key)) is not None
         ),
         *([("gain, query after query", _by_query(result.history, "query_gain"))] if again else []),
+        *over_time(s),
         *([("queries without a teacher", str(s[UNTAUGHT]))] if s.get(UNTAUGHT) else []),
         ("seconds", f"{s['seconds']:.1f}"),
         *((f"of these, measure {name}", f"{spent:.1f}") for name, spent in s.get("seconds_measures", {}).items()),

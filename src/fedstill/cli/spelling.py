@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-LISTS = frozenset({"--methods", "--seeds", "--cells", "--classes", "--teachers", "--track", "--by"})
+LISTS = frozenset(
+    {"--methods", "--seeds", "--cells", "--classes", "--teachers", "--track", "--by", "--initial", "--class-tasks"}
+)
 """Options whose value is a list with commas."""
 
 REPEATED = frozenset({"--set", "-s", "--grid", "--host"})

@@ -15,6 +15,7 @@ from fedstill.data.arrival import Arrival
 from fedstill.data.dealt_out import counts_table
 from fedstill.data.inputs import Inputs
 from fedstill.data.partition.flat import FlatParts
+from fedstill.data.task_data import TaskData, below
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Examples, ModelSpec, Passes, Plan, Stage, View
 
@@ -28,7 +29,7 @@ class SiteViews:
     ``own_tests``: test sets of clients, which at real sites stay there.
     ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
     of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
-    of clients grow with the rounds; None: all are there from the start.
+    of clients grow with the rounds; None: all are there from the start. ``tasks``: which data belong to which task.
     """
 
     train: Examples
@@ -46,6 +47,7 @@ class SiteViews:
     labelled: frozenset[str] = frozenset()
     held_out: Literal["last"] | None = None
     arrival: Arrival | None = None
+    tasks: TaskData | None = None
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
@@ -53,6 +55,9 @@ class SiteViews:
     def counts(self, client: int, round: int | None = None) -> Tensor:
         """Label counts (C,) of a client's own data, held-out ones included: of what it has in a round, or of all."""
         part = self.parts[client]
+        if round is not None and self.tasks is not None:
+            some = [self.tasks.of_task(part, task) for task in self.tasks.had(client, round)]
+            part = part[torch.cat([*some, part[:0]])]
         if round is not None and self.arrival is not None:
             turns = self.arrival.turns(client, self.train.labels[part])
             part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
@@ -87,11 +92,24 @@ class SiteViews:
             counts = torch.zeros(self.classes, dtype=torch.int64)
             return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
-        own, held = self._split(client, plan.validation if plan else 0.0, stage.round)
-        validation, query = self.train.take(held) if len(held) else None, self.queries.get(client, ())
-        data, test = self.train.take(own), self.own_tests.get(client)
+        data, held = self._shown(client, plan.validation if plan else 0.0, stage.round)
+        validation, query = held if len(held) else None, self.queries.get(client, ())
+        test = self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
         return View(client, spec, data, counts, public, validation, test, passes, query)
+
+    def _shown(self, client: int, share: float, round: int) -> tuple[Examples, Examples]:
+        """What a client trains on in a round, and what it holds out, as its task shows them."""
+        if self.tasks is None:
+            own, held = self._split(client, share, round)
+            return self.train.take(own), self.train.take(held)
+        part, trained, apart = self.parts[client], list[Examples](), list[Examples]()
+        for task in self.tasks.had(client, round):
+            some = part[self.tasks.of_task(part, task)]
+            for pieces, which in zip((trained, apart), self._held_apart(client, len(some), share, task), strict=True):
+                pieces.append(self.tasks.shown(self.train.take(some[which]), task))
+        nothing = self.train.take(part[:0])
+        return below(trained or [nothing]), below(apart or [nothing])
 
     def _counts(self, labels: Tensor) -> Tensor:
         return torch.bincount(labels.cpu(), minlength=self.classes)
@@ -112,7 +130,7 @@ class SiteViews:
             own, held = (self.arrival.there(turns, some, round) for some in (own, held))
         return part[own], part[held]
 
-    def _held_apart(self, client: int, size: int, share: float) -> tuple[Tensor, Tensor]:
+    def _held_apart(self, client: int, size: int, share: float, task: int = 0) -> tuple[Tensor, Tensor]:
         """Which of a client's examples (by their number, from 0) it trains on, and which it holds out."""
         everything = torch.arange(size)
         if self.held_out == "last" and share > 0 and size > 1:
@@ -122,5 +140,5 @@ class SiteViews:
         held = max(1, round(share * size)) if share > 0 and size > 1 else 0
         if not held:
             return everything, everything[:0]
-        order = torch.randperm(size, generator=generator(seed_for(self.seed, 0, 0, client, "validation")))
+        order = torch.randperm(size, generator=generator(seed_for(self.seed, task, 0, client, "validation")))
         return order[held:].sort().values, order[:held].sort().values

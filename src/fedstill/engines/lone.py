@@ -29,9 +29,8 @@ class LoneClient:
         self.view, self.how = view, how
         (self.examples,) = examples_by_client([carry], [view], how.stage)
         self.device = self.examples.values.device
-        self.carry: Carry = replace(
-            carry, teachers=on_device(carry.teachers, self.device), constants=on_device(carry.constants, self.device)
-        )
+        there = {name: on_device(getattr(carry, name), self.device) for name in ("teachers", "constants", "head")}
+        self.carry: Carry = replace(carry, **there)
         self.params = {k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}
         self.draws = stage_generator(view.client, how, "pixels")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, scores_count
+from fedstill.engines.how import How, as_carried, scores_count
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
@@ -52,13 +52,15 @@ def train(
     seed: int,
     precision: Precision = "fp32",
     by_epoch: bool = False,
+    lr_round: int | None = None,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
+    view, inputs = as_carried(carry, view, inputs)
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
             torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
-        how = How(plan, stage, inputs, seed, precision, by_epoch)
+        how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round)
         (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained
 
@@ -77,7 +79,7 @@ class _Training:
         self.leaves = {k: v for k, v in self.params.items() if k in names and work.trainable(k)}
         for leaf in self.leaves.values():
             leaf.requires_grad_()
-        self.lr = self.plan.lr_at(clients.how.stage.round)
+        self.lr = clients.how.lr
         self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
         module = _in_training_mode(clients.module(), self.plan)
         self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, clients.now)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
@@ -25,7 +26,7 @@ from fedstill.files import digest
 from fedstill.keys import seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
-from fedstill.records import NOTHING, Carry, Examples, Payload, Ran, Reply, Stage, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, View, World
 from fedstill.watch import place
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -143,14 +144,24 @@ class SerialEngine:
         taken = [(name, class_identity(type(m))) for name, m in self.measures.named.items()]
         measured = (taken, examples_digest(test) if test is not None else "") if self.measures.due(stage) else ()
         how = (self.sites.inputs, torch.get_num_threads(), self.precision, remembered, measured, self.privacy)
-        more = (*how, self.world.asking if raises(stage, self.world) else "")
+        head, now = self._head(stage, client), self.world.stream.within(stage.round)
+        tasks = (now, "all" if head is None else head.tolist()) if self.world.stream.tasks > 1 else ()
+        more = (*how, self.world.asking if raises(stage, self.world) else "", *tasks)
         return key_of(work, stage, view, self.world.plans.get(stage.name), seed, down, *more)
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
         view = as_sent(self.sites.view(client, stage), down)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
+        if (head := self._head(stage, client)) is not None:
+            carry = replace(carry, head=head)
         return Begun(view, carry, time.perf_counter() - start)
+
+    def _head(self, stage: Stage, client: int) -> Tensor | None:
+        """Which outputs take part in a client's training on its own data, (C,) bool; None where all do."""
+        if client == SERVER or stage.view == "public":
+            return None
+        return self.world.stream.mask(stage.round, client, self.world.classes)
 
     def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
         plan = self.world.plans.get(stage.name)
@@ -158,8 +169,9 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self.measures.each_epoch(stage)
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch)
+        by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
+        within = self.world.stream.within(stage.round)
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:
@@ -179,21 +191,24 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        models = [carry.params, params, *(trained.by_epoch if trained else ())] if params else []
-        metrics |= self._measure(stage, view, [frozen(work.answer(m, view.model), view.model) for m in models])
+        if carry.model is None and params:
+            models = [carry.params, params, *(trained.by_epoch if trained else ())]
+            answers = [frozen(work.answer(each, view.model), view.model) for each in models]
+            metrics |= self._measure(stage, view, answers, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
-    def _measure(self, stage: Stage, view: View, models: Sequence[FrozenModel]) -> dict[str, object]:
+    def _measure(
+        self, stage: Stage, view: View, answers: Sequence[FrozenModel], sent: frozenset[str]
+    ) -> dict[str, object]:
         """What this client measures: as the measures say, and at a real site on its own test set.
 
-        models: what it answers with before and after its work, and after each epoch where that is asked for.
+        answers: its answers before and after its work, and after each epoch where that is asked for.
         """
-        if not models:
-            return {}
-        sites, classes, view = self.sites, self.world.classes, replace(view, model=models[0].spec)
-        start, params, *by_epoch = (model.params for model in models)
-        seen = AtClient(stage, view, start, params, by_epoch, sites.common_test, sites.public, sites.inputs, classes)
+        view = replace(view, model=answers[0].spec)
+        start, params, *by_epoch = (answer.params for answer in answers)
+        common = (self.sites.common_test, self.sites.public, self.sites.inputs, self.world.classes)
+        seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
         taken = self.measures.take(seen) if self.measures.due(stage) else {}
         if view.test is not None and len(view.test):
             taken["site_accuracy"] = sum(seen.correct_by_class(params, view.test)) / len(view.test)

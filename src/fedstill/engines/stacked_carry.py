@@ -38,7 +38,7 @@ class StackedCarry:
 
 def parts(carry: Carry) -> dict[str, Any]:
     """What of a carry is stacked, by name: ``vmap`` looks into dictionaries, not into records."""
-    return {name: getattr(carry, name) for name in ("params", "teachers", "trace", "constants")}
+    return {name: getattr(carry, name) for name in ("params", "teachers", "trace", "constants", "head")}
 
 
 def shared(axes: Any) -> bool:

@@ -20,6 +20,9 @@ from fedstill.records import Carry, Ends, ModelSpec, Tensors
 P = ParamSpec("P")
 T = TypeVar("T")
 
+OFF = -1e4
+"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
+
 Table = Callable[[str, str], Tensor | None]
 """(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run on each batch."""
 
@@ -106,10 +109,10 @@ class Seen:
         self._features: Tensor | None = None
         self._levels: dict[str, Tensor] = {}
 
-    def logits(self) -> Tensor:
+    def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:
             self._logits = self._run(contract.forward)(self._networks.module, self.params, self.x)
-        return self._logits
+        return self._logits if raw else self._on(self._logits)
 
     def features(self) -> Tensor:
         if self._features is None:
@@ -137,10 +140,12 @@ class Seen:
         return self._run(above)(module, still, level, self._levels[level])
 
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
-        return self._run(contract.slim)(self._networks.module, self.params, self.x, share)
+        logits, whole, part = self._run(contract.slim)(self._networks.module, self.params, self.x, share)
+        return self._on(logits), whole, part
 
-    def teacher(self, name: str) -> Tensor:
-        return self._networks.teacher(self._carry, name, "logits", self.x, self._rows)
+    def teacher(self, name: str, raw: bool = False) -> Tensor:
+        logits = self._networks.teacher(self._carry, name, "logits", self.x, self._rows)
+        return logits if raw else self._on(logits)
 
     def teacher_features(self, name: str) -> Tensor:
         return self._networks.teacher(self._carry, name, "features", self.x, self._rows)
@@ -151,6 +156,11 @@ class Seen:
     def share(self, raw: Tensor) -> Tensor:
         real = raw if self._mask is None else raw * self._mask
         return real / real.sum()
+
+    def _on(self, logits: Tensor) -> Tensor:
+        """Logits in which outputs that take no part in training are off; as they are where all do."""
+        head = self._carry.head
+        return logits if head is None else torch.where(head, logits, OFF)
 
     def _run(self, run: Callable[P, T]) -> Callable[P, T]:
         return lowered(run, self._networks.precision, self._networks.device)

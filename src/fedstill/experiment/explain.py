@@ -12,6 +12,7 @@ from fedstill.data.inputs import examples_are
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
@@ -20,6 +21,7 @@ from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.raised import with_asks
 from fedstill.records import SERVER, Payload, Plan, Stage
+from fedstill.stream import Stream
 from fedstill.wire.privacy import Privacy
 
 TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flower": FlowerTable, "query": QueryTable}
@@ -96,7 +98,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         rounds=settings.rounds,
         engine=_engine(prepared),
         answer=_answer(settings.method),
-        rates=_rates(settings.plans, settings.rounds),
+        rates=_rates(settings.plans, settings.rounds, world.stream),
         many=prepared.dataset.about.many_or_examples,
     )
 
@@ -154,7 +156,8 @@ def about_key(settings: Settings, key: str) -> str:
         if key == "topology.clients":  # no topology's own: a partition needs it too
             return "Clients in all."
         entry: registry.Entry = getattr(settings.named, table).entry
-        return entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+        own = entry.summary if field == NAMED[table][0] else entry.sentences.get(field, "")
+        return own or (docstrings.sentences(StreamTable).get(field, "") if table == "stream" else "")
     record = TABLES.get(table, TopKeys)
     return docstrings.sentences(record).get(field.partition(".")[0] or table, "")
 
@@ -186,11 +189,11 @@ def _answer(method: Method) -> str:
     return f"each client's own model, after {after}" if after else "the server's"
 
 
-def _rates(plans: Mapping[str, Plan], rounds: int) -> str:
+def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
     """Each stage's learning rate in round 1, in the round where it is highest, and in the last."""
     said = []
     for stage, plan in plans.items():
-        rates = [plan.lr_at(r) for r in range(1, rounds + 1)]
+        rates = [plan.lr_at(stream.within(r)) for r in range(1, rounds + 1)]
         turns = dict.fromkeys((0, rates.index(max(rates)), rounds - 1)) if len(set(rates)) > 1 else ()
         each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
         said.append(f"{stage} {each or f'{rates[0]:.3g}'}")

@@ -21,10 +21,11 @@ from fedstill.experiment.preparing.querying import rule_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.files import digest
 from fedstill.fitting import FIT, why_asked
-from fedstill.method import Method, run_round
+from fedstill.method import Method
 from fedstill.models.model_files import read_model
 from fedstill.queries import Why, picked
 from fedstill.records import Examples, Payload, Stage, State, Tensors, many
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
 
@@ -73,9 +74,9 @@ class WithNewData(SiteViews):
     asker: int = 0
     new: int = 0
 
-    def _held_apart(self, client: int, size: int, share: float) -> tuple[Tensor, Tensor]:
+    def _held_apart(self, client: int, size: int, share: float, task: int = 0) -> tuple[Tensor, Tensor]:
         if client != self.asker:
-            return super()._held_apart(client, size, share)
+            return super()._held_apart(client, size, share, task)
         old = torch.arange(size - self.new)
         own, held = super()._held_apart(client, self.new, share)
         return torch.cat([old, len(old) + own]), len(old) + held

@@ -73,7 +73,8 @@ class FedNova(FedAvg):
         moved = state.next(params={**mean, **normalised_mean(sent, replies, steps, self.aggregation)})
         if self.ccvr != "full":
             return moved
-        lr, everyone = world.plans[stage.name].lr_at(stage.round), float(state.extra.tensor("labels").sum())
+        lr = world.plans[stage.name].lr_at(world.stream.within(stage.round))
+        everyone = float(state.extra.tensor("labels").sum())
         direction = scale(state.extra.tensors("direction"), 1 - sum(r.examples for r in replies) / everyone)
         for reply, a in zip(replies, steps, strict=True):
             own = direction_of(sent, reply.up.params, lr, a)

@@ -119,13 +119,15 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 def capabilities(spec: ModelSpec) -> set[str]:
     """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one.
 
-    "levels": its body is a chain of layers; "pair": it is two networks, ``own`` and ``shared``.
+    "etf": its head is a fixed simplex; "levels": its body is a chain of layers; "pair": it is two networks, ``own`` and
+    ``shared``.
     """
     m = module(spec)
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
-    two = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
-    more = {"slim": split and bool(_slimmable(m)), "levels": split and bool(levels(m)), "pair": two}
-    return ({"features", "head"} if split else set()) | {name for name, there in more.items() if there}
+    known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
+    known |= {"etf": split and getattr(m.head, "simplex", False) is True, "levels": split and bool(levels(m))}
+    known["pair"] = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
+    return {name for name, there in known.items() if there}
 
 
 def draws_random_numbers(spec: ModelSpec) -> bool:

@@ -73,6 +73,25 @@ def check_resumed(path: Path, events: Sequence[Event]) -> None:
         raise CorruptFile(f"{path}: an event of a resume lacks its versions")
 
 
+def checked_ends(path: Path, start: Event, ends: Sequence[Event]) -> Sequence[Event]:
+    """The events of task ends, the untrained model's first; raises CorruptFile for one that is none."""
+    told, classes = start.get("stream"), len(start.get("classes", []))
+    by_task = told.get("classes") if isinstance(told, dict) else None
+    if not isinstance(by_task, list) or not all(isinstance(own, list) for own in by_task):
+        by_task = []
+    if ends and (not by_task or any(type(c) is not int or not 0 <= c < classes for own in by_task for c in own)):
+        raise CorruptFile(f"{path}: the start event does not say the classes of each task")
+    first = 1 if ends and ends[0].get("task") == 1 else 0  # without a model of the server before round 1 there is no 0
+    for number, event in enumerate(ends, first):
+        if event.get("task") != number or type(event.get("round")) is not int:
+            raise CorruptFile(f"{path}: the end of task {event.get('task')!r} does not follow that of {number - 1}")
+        counts = [event.get(key) for key in ("correct", "totals")]
+        whole = all(isinstance(c, list) and c and all(_are_numbers(row, classes) for row in c) for c in counts)
+        if not whole or not _are_numbers(event.get("row"), len(by_task)):
+            raise CorruptFile(f"{path}: the end of task {number} has no accuracies of {len(by_task)} tasks")
+    return ends
+
+
 def _check_start(path: Path, start: Event) -> None:
     classes, counts = start.get("classes", []), start.get("label_counts", [])
     if not isinstance(classes, list) or not isinstance(counts, list):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.report.runs import Run
@@ -166,6 +167,22 @@ def reported(run: Run) -> dict[str, float | None]:
         **local,
         **sums,
     }
+
+
+OVER_TIME = (
+    ("final_accuracy", "over tasks: accuracy at the end"),
+    ("incremental_accuracy", "accuracy on the tasks so far, mean"),
+    ("average_forgetting", "forgotten of earlier tasks"),
+    ("backward_transfer", "backward transfer"),
+    ("learned", "learned: best of each task"),
+    ("kept", "kept of what was learned"),
+)
+"""What a run with tasks has in its summary, and what people read of it; all are shares, by task."""
+
+
+def over_time(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a summary says of tasks, as rows; none of a run without."""
+    return [(what, f"{100 * summary[key]:.2f} %") for key, what in OVER_TIME if summary.get(key) is not None]
 
 
 def _last(run: Run, key: str) -> float | None:

@@ -15,6 +15,7 @@ from fedstill.report import sections
 from fedstill.report.asked import asked, noise_probes
 from fedstill.report.chain_hops import chain
 from fedstill.report.clients import clients
+from fedstill.report.contributors import contributors
 from fedstill.report.data_split import split_section
 from fedstill.report.decision_planes import boundaries
 from fedstill.report.features import sphere, tsne, units
@@ -27,6 +28,7 @@ from fedstill.report.landscapes import landscape
 from fedstill.report.leaks import leaks
 from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
+from fedstill.report.over_tasks import over_tasks
 from fedstill.report.refused import refused
 from fedstill.report.targets import targets
 from fedstill.report.told_data import data_section
@@ -66,9 +68,11 @@ def page(compared: Sequence[Group]) -> str:
         asked(compared, style),
         boundaries(compared, style),
         sections.over_rounds(compared, style),
+        over_tasks(compared, style),
         heterogeneity(compared),
         sensitivity(compared),
         sections.class_maps(compared, style),
+        contributors(compared, style),
         data_section(compared),
         split_section(compared),
         noise_probes(compared),

@@ -42,6 +42,7 @@ class Experiment(TopKeys):
     privacy: Table = field(default_factory=dict)
     flower: Table = field(default_factory=dict)
     query: Table = field(default_factory=dict)
+    stream: str | Table = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
 

@@ -12,6 +12,7 @@ from typing import Any
 from fedstill import registry
 from fedstill.errors import ConfigError, UnknownKeys
 from fedstill.experiment.config.named_tables import NAMED, fields_of
+from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.fields import fields_of_record
 from fedstill.records import Plan
@@ -93,7 +94,7 @@ def _homes(tree: Tree, base: Path | None) -> dict[str, list[str]]:
         for key in dict.fromkeys(keys):
             homes.setdefault(key, []).append(f"{table}.{key}")
 
-    for table, record in RECORDS.items():
+    for table, record in {**RECORDS, **({"stream": StreamTable} if tree.get("stream") else {})}.items():
         add(table, fields_of_record(record))
     add("plan", fields_of_record(Plan))
     for kind, (key, _) in NAMED.items():

@@ -18,6 +18,7 @@ NAMED = {
     "model": ("name", ""),
     "partition": ("kind", "dirichlet"),
     "topology": ("kind", ""),
+    "stream": ("kind", "none"),
 }
 """Tables that name a registered thing: under which key, and which one if none is named."""
 

@@ -66,7 +66,10 @@ def refuse_rounds(settings: Settings) -> None:
             f"query.again: with topology.kind = {kind!r} clients do not ask again; leave it out, or choose a method on "
             f"{PEERS!r} (qkt, naive_kd, local_only)"
         )
-    if kind == PEERS and rounds > 1 and not query.again:
+    if kind == PEERS and settings.stream.tasks > 1 and rounds != settings.stream.tasks:
+        tasks = settings.stream.tasks
+        raise ConfigError(f"rounds: peer_to_peer has one exchange a task; set rounds = {tasks}, as stream.tasks says")
+    if kind == PEERS and rounds > 1 and not query.again and settings.stream.tasks == 1:
         raise ConfigError(
             "rounds: peer_to_peer is one shot; set rounds = 1, or query.again = 'mixed' to ask again with new data"
         )

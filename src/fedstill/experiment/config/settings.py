@@ -10,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.experiment.config.named_tables import Named
+from fedstill.experiment.config.stream_table import NO_STREAM, StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.fields import Count, as_table
@@ -35,6 +36,7 @@ class NamedTables:
     model: Named
     partition: Named
     topology: Named
+    stream: Named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,7 @@ class Settings(TopKeys):
     privacy: Privacy
     flower: FlowerTable
     query: QueryTable
+    stream: StreamTable
     plans: Mapping[str, Plan]
     method: Method
     topology: Topology
@@ -70,8 +73,9 @@ class Settings(TopKeys):
 
     @property
     def measured_in(self) -> frozenset[int]:
-        """The rounds in which measures look: every so many, and the last; all of them where clients ask again."""
-        return measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
+        """The rounds in which measures look: every so many, at task ends; all where clients ask again."""
+        rounds = measured_rounds(self.rounds, 1 if self.query.again else self.measure_every)
+        return rounds | {first - 1 for first in self.stream.starts(self.rounds)[1:]}
 
     @property
     def deployed(self) -> bool:
@@ -101,8 +105,13 @@ class Settings(TopKeys):
             "privacy": as_table(self.privacy),
             **({"flower": as_table(self.flower)} if self.engine == "flower" else {}),
             "query": as_table(self.query),
+            **({"stream": self._stream} if self.named.stream.name != NO_STREAM else {}),
             "plan": {name: as_table(plan) for name, plan in self.plans.items()},
         }
+
+    @property
+    def _stream(self) -> dict[str, Any]:
+        return {**self.named.stream.table, **as_table(self.stream)}
 
     def _unwritten(self, key: str) -> bool:
         """Whether a key of [clients] is left out: sites have accepted configs, by SHA-256, that had no such key."""

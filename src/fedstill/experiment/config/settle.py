@@ -17,9 +17,11 @@ from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name
+from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
+from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, TopKeys
 from fedstill.experiment.config.unseen import NO_DATA, unseen_kind
 from fedstill.experiment.measures.choose import measures
@@ -27,6 +29,8 @@ from fedstill.fields import Count, as_table, checked, fields_of_record, read_rec
 from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
+from fedstill.ridge import NO_TRAINING, RIDGE
+from fedstill.topology import CountedAnew, Topology
 from fedstill.wire.privacy import Privacy
 
 DEFAULT_CLIENTS = 20
@@ -57,11 +61,13 @@ def _settled(experiment: Experiment) -> Settings:
     named_topology = read_named(
         "topology", experiment.table("topology"), base, method.topology, {method.topology: method.schedule}
     )
+    named_stream, stream = read_stream(experiment, top.rounds)
     named = NamedTables(
         named_method,
         read_named("model", experiment.table("model"), base, _default_model(experiment, data, flower)),
         read_named("partition", experiment.table("partition"), base),
         named_topology,
+        named_stream,
     )
     settings = Settings(
         **as_table(top),
@@ -72,9 +78,10 @@ def _settled(experiment: Experiment) -> Settings:
         privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
         flower=flower,
         query=read_query(experiment.table("query")),
-        plans=_plans(method, experiment.table("plan"), named_topology, top.rounds),
+        stream=stream,
+        plans=_plans(method, experiment.table("plan"), named_topology, stream.longest(top.rounds)),
         method=method,
-        topology=named_topology.build(),
+        topology=_topology(named_topology, method, stream),
         origins=experiment.origins,
     )
     _refuse_contradictions(settings)
@@ -83,13 +90,12 @@ def _settled(experiment: Experiment) -> Settings:
 
 def _top(experiment: Experiment) -> TopKeys:
     top = read_record(TopKeys, {f.name: getattr(experiment, f.name) for f in fields(TopKeys)}, "")
-    base, start = experiment.base, top.start_from
+    base, own = experiment.base, {"threads": _threads(top.threads), "device": _device(top.device)}
     top = replace(
         top,
-        threads=_threads(top.threads),
-        device=_device(top.device),
+        **own,
         measure=tuple(resolved_name("measure", name, base) for name in top.measure),
-        start_from=str(whole_path(start, base, "start_from")) if start else "",
+        start_from=str(whole_path(top.start_from, base, "start_from")) if top.start_from else "",
     )
     check_precision(top.precision, top.device)
     measures(top.measure)
@@ -165,8 +171,14 @@ def _number_of_clients(experiment: Experiment) -> int:
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
+def _topology(named: Named, method: Method, stream: StreamTable) -> Topology:
+    made: Topology = named.build()
+    return CountedAnew(made) if stream.tasks > 1 and "label_counts" in method.requires() else made
+
+
 def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
+    plans |= {RIDGE: NO_TRAINING} if topology.values.get("last") == RIDGE else {}
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in plans:
             raise UnknownName("stage", name, plans, where="plan")
@@ -230,6 +242,7 @@ def _refuse_contradictions(settings: Settings) -> None:
     if settings.start_from and settings.engine == "flower" and settings.flower.federation:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     refuse_rounds(settings)
+    refuse_with_stream(settings)
     if settings.privacy.on and "noisy_logits" not in settings.method.permits:
         raise IncompatibleMethod(
             f"[privacy] protects logits that clients upload, and method {settings.named.method.label} uploads none; "

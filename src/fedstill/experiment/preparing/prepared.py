@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from fedstill.anywhere import ONLY_FIT
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.dealt_out import DealtOut
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
@@ -32,9 +34,9 @@ from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.sharing import Shared, divided
 from fedstill.experiment.preparing.standardising import PLAIN, Standard
+from fedstill.experiment.preparing.task_split import stream_of, task_data
 from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
-from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
 
 
@@ -111,6 +113,8 @@ def prepare(
     classes = len(dataset.classes)
     shared = divided(settings, dataset, begun, sent)
     world = started(settings, _world(settings, dataset, shared))
+    if shared.cut is not None and isinstance(shared.parts, FlatParts):
+        world = replace(world, stream=stream_of(settings, shared.cut, shared.parts))
     world = with_asking(settings, world, lambda: shared.counts(classes))
     mean, std = (dataset.mean, dataset.std) if dataset.about.kind == "image" else (shared.by.mean, shared.by.std)
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
@@ -147,6 +151,7 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
+        tasks=None if shared.cut is None else task_data(world.stream, shared.cut),
     )
 
 
@@ -156,7 +161,7 @@ def read_data(settings: Settings) -> Dataset:
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
     columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
-    owner = settings.named.partition.values.get("column")
+    owner = settings.named.partition.values.get("column") or settings.named.stream.values.get("column")
     form = {**data.form, **({"owner": owner} if owner else {})}
     return load_dataset(data.name, folder=data.folder or None, **columns, **form)
 

@@ -16,6 +16,7 @@ from fedstill.models.additions import ADDED
 from fedstill.models.held_entries import hold, matches
 from fedstill.queries import Asking
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
+from fedstill.stream import ONE_TASK, Stream
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class RunWorld:
 
     ``queries``: the classes that a client asks for, by client; one that asks for none is left out.
     ``asking``: the rule by which they raise their queries in the run. ``public``: how many public examples there are.
-    ``start``: what ``start_from`` gave.
+    ``stream``: which tasks there are, and who is in which when. ``start``: what ``start_from`` gave.
     """
 
     clients: int
@@ -36,6 +37,7 @@ class RunWorld:
     client_models: tuple[ModelSpec, ...] = ()
     queries: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     public: int = 0
+    stream: Stream = ONE_TASK
     asking: Asking | None = None
     start: Start | None = field(default=None, compare=False, repr=False)
     _initial: dict[ModelSpec, Tensors] = field(default_factory=dict, compare=False, repr=False)

@@ -20,8 +20,10 @@ from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.public_data import NOISE, set_apart
 from fedstill.experiment.preparing.split import some_of, split
 from fedstill.experiment.preparing.standardising import PLAIN, Standard, standard
+from fedstill.experiment.preparing.task_split import cut_of, split_by_task
 from fedstill.keys import generator, seed_for
 from fedstill.records import Examples
+from fedstill.stream import Cut
 
 OWN_TEST = "own test"
 """The purpose for which clients' own test examples are drawn."""
@@ -32,7 +34,7 @@ class Shared:
     """A run's examples. ``parts``: positions in ``train`` of each client's; ``test``: common to all, if there is one.
 
     ``own_tests``: of clients that have one. ``names``: what clients are called in the data. ``by``: how the examples
-    were standardised. ``notes``: what was left out or taken as it was, a sentence each.
+    were standardised. ``cut``: the tasks. ``notes``: what was left out or taken as it was, a sentence each.
     """
 
     train: Examples
@@ -43,6 +45,7 @@ class Shared:
     names: tuple[str, ...] = ()
     by: Standard = PLAIN
     notes: tuple[str, ...] = ()
+    cut: Cut | None = None
 
     def counts(self, classes: int) -> Tensor:
         """Label counts (clients, C); (0, C) where sites keep them."""
@@ -61,7 +64,8 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None,
     train, public = set_apart(settings, dataset, some_of(everyone, settings.data.train_size, "train_size"))
     test = some_of(tests, settings.data.test_size, "test_size")
     owners = client_owners(settings, dataset, train)
-    own, parts = _dealt_out(settings, train, tests, owners, begun)
+    cut = cut_of(settings, train, len(dataset.classes))
+    own, parts = _dealt_out(settings, train, tests, owners, begun, cut)
     noise = settings.data.public_from == NOISE
     by = standard(settings, dataset, train, parts, None if noise else public, sent)
     if public is not None and not noise:
@@ -76,7 +80,8 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None,
         test = _all(list(own.values()))
     names = tuple(dataset.about.owners[k] for k in owners)
     common = None if by.by_client is not None or not len(test) else by.of(test) if not rules.get("pool") else test
-    return Shared(by.of_clients(train, parts), parts, public, common, own, names, by, (*dataset.about.notes, *by.notes))
+    notes = (*dataset.about.notes, *by.notes)
+    return Shared(by.of_clients(train, parts), parts, public, common, own, names, by, notes, cut)
 
 
 def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list[int]:
@@ -98,7 +103,12 @@ def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list
 
 
 def _dealt_out(
-    settings: Settings, train: Examples, tests: Examples, owners: Sequence[int], begun: DealtOut | None
+    settings: Settings,
+    train: Examples,
+    tests: Examples,
+    owners: Sequence[int],
+    begun: DealtOut | None,
+    cut: Cut | None,
 ) -> tuple[dict[int, Examples], FlatParts[Tensor] | tuple[()]]:
     """Each client's own test examples, and the positions of its training examples."""
     if settings.on_sites:
@@ -110,11 +120,15 @@ def _dealt_out(
     if rules.get("own_test") is None:
         if rules.get("pool"):
             raise ConfigError("partition.pool = true needs partition.own_test, the share that each client keeps for it")
-        return {}, (split(settings, train) if begun is None else begun.parts).tensors()
-    own, kept = _own_tests(rules, train, tests, split(settings, train).tensors(), owners)
+        return {}, (_split(settings, train, cut) if begun is None else begun.parts).tensors()
+    own, kept = _own_tests(rules, train, tests, _split(settings, train, cut).tensors(), owners)
     if begun is not None and not np.array_equal(begun.parts.order, kept.order):
         raise DataError("the training data are not those that the run began with: the split differs")
     return own, kept
+
+
+def _split(settings: Settings, train: Examples, cut: Cut | None) -> FlatParts[NDArray[np.int64]]:
+    return split(settings, train) if cut is None else split_by_task(settings, train, cut)
 
 
 def _own_tests(

@@ -16,11 +16,15 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.records import Examples
 
 
-def split(settings: Settings, train: Examples) -> FlatParts[NDArray[np.int64]]:
-    """Positions of each client's examples; raises InfeasiblePartition if a client would have none."""
+def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatParts[NDArray[np.int64]]:
+    """Positions of each client's examples; raises InfeasiblePartition if a client would have none.
+
+    ``seed``: what a partition that draws draws from; unset: its own, or the run's.
+    """
     partition, labels = settings.named.partition, train.labels.numpy()
     entry, fields = partition.entry, dict(partition.values)
-    own = fields.pop("seed", None)
+    own = fields.pop("seed", None) if seed is None else seed
+    fields.pop("seed", None)
     if "seed" in inspect.signature(entry.target).parameters:
         fields["seed"] = settings.seed if own is None else own
     if "groups" in inspect.signature(entry.target).parameters:

@@ -28,11 +28,12 @@ from fedstill.experiment.run_directory.split_file import restore_split, write_sp
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
+from fedstill.experiment.running.task_ends import summed_up
 from fedstill.experiment.tracking.tracking import Named, Tracking
 from fedstill.files import digest, write_whole
-from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.rounds import run_round
 from fedstill.verdicts import part, within
 from fedstill.wire.screen import Refusal
 
@@ -69,7 +70,9 @@ class Driver:
         if isinstance(self.engine, SerialEngine):
             stops = self.debug or settings.rules.failures == "stop"
             self.engine = replace(self.engine, stops=stops)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every
+        )
         self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
         self.before: State | None = None
@@ -92,6 +95,7 @@ class Driver:
         told = self._told() | ({"split": write_split(self.folder, split)} if split else {})
         self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
+        self._task_end(0, state)
         if summed is not None:
             self._append(summed.stage, summed.replies, summed.refused, summed.downs)
         if "label_counts" in self.method.requires():
@@ -152,13 +156,16 @@ class Driver:
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
             self.journal.write("round", **event)
+            self._task_end(state.round - 1, state)
             self.watch.round(event, last)
             if self.on_round is not None:
                 self.on_round(dict(event))
         self.journal.sync()
         events = journals.read_journal(self.folder / "journal.jsonl")
-        rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
-        write_result(self.folder, state, summary := summary_of(self.settings, rounds, clients, self.measuring.seconds))
+        rounds, clients, ends = ([e for e in events if e["event"] == kind] for kind in ("round", "client", "task"))
+        summary = summary_of(self.settings, rounds, clients, self.measuring.seconds)
+        summary |= summed_up([e["row"] for e in ends if e["task"]])
+        write_result(self.folder, state, summary)
         self.tracking.finished(summary)
         if "refusals" in summary and isinstance(self.watch, Quiet):  # whoever watches the run shows it
             log.warning("%s: %s", self.folder, summary["refusals"])
@@ -193,6 +200,10 @@ class Driver:
             self.journal.write("start", seconds_since_1970=time.time(), **self._told())
         self._append(stage, replies, refused, downs)
         self.journal.sync()
+
+    def _task_end(self, round: int, state: State) -> None:
+        if self.measuring.tasks.on and (event := self.measuring.tasks.event(round, self._predictors(state))):
+            self.journal.append(event)
 
     def _append(
         self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: Mapping[int, Payload]

@@ -23,6 +23,7 @@ from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.queried import RunQueries
+from fedstill.experiment.running.task_ends import TaskEnds
 from fedstill.metrics import consistency, forgetting
 from fedstill.origin import reason
 from fedstill.raised import as_asked, queries_raised, raises
@@ -65,12 +66,14 @@ class Measuring:
         self._totals = images_by_class(self.prepared.sites, classes)
         counts = self.dealt_out.counts(classes) if self.dealt_out else ()
         self.own = OwnAnswers(settings.method.personal, counts, self._totals)
+        self.tasks = TaskEnds(self.prepared)
         self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
 
     def about(self) -> dict[str, Any]:
         """What the journal's first event says of the data."""
         asked = self.queried.before() if self.queried.anyone else {}
-        return told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
+        told = told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
+        return {**told, **self.tasks.about()}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
@@ -148,6 +151,7 @@ class Measuring:
             **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
             **self.own_tests.round(predictors),
+            **self.tasks.of_round(round, predictors),
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),

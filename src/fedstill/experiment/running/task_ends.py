@@ -1,0 +1,195 @@
+"""What a run measures of its tasks: at each task's end the accuracy on every task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstill.engines.passes import shards
+from fedstill.engines.step import OFF
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.metrics import tasks as over
+from fedstill.records import Examples
+
+Predictors = Mapping[str, Callable[[Tensor], Tensor]]
+
+MOST_CLIENTS = 1000
+"""With more clients than these, the event of a task's end has no row for each."""
+
+
+@dataclass
+class TaskEnds:
+    """The events of a run's task ends, and what round events say of tasks; nothing without a stream or a test set."""
+
+    prepared: Prepared
+
+    @property
+    def on(self) -> bool:
+        """Whether the run has a stream, and there is a test set."""
+        return self.prepared.sites.tasks is not None and self.prepared.sites.common_test is not None
+
+    def about(self) -> dict[str, Any]:
+        """What the journal's first event says of the stream: classes, first rounds and label counts by task."""
+        if self.prepared.sites.tasks is None:
+            return {}
+        stream, names = self.prepared.world.stream, self.prepared.dataset.classes
+        counts = self.counts.sum(dim=0)
+        return {
+            "stream": {
+                "kind": self.prepared.settings.named.stream.label,
+                "classes": [list(own) for own in stream.by_task],
+                "names": [[names[c] for c in own] for own in stream.by_task],
+                "first_rounds": list(stream.starts),
+                "label_counts": counts.tolist(),
+                "clients": [int(n) for n in (self.counts.sum(dim=2) > 0).sum(dim=0)],
+            }
+        }
+
+    def of_round(self, round: int, predictors: Predictors) -> dict[str, Any]:
+        """The task of a round, and the accuracy over test examples of all classes seen by then, among these."""
+        if not self.on:
+            return {}
+        stream = self.prepared.world.stream
+        task = stream.task(round)
+        known = {"task": task + 1}
+        if len(self.tests) > 1 or not (predict := _first(predictors)):
+            return known
+        seen = list(stream.seen(task))
+        right, totals = self._right(predict, self.tests[0], seen)[0][seen].sum(), self._totals[0][seen].sum()
+        return {**known, "accuracy_seen": int(right) / int(totals) if totals else None}
+
+    def event(self, round: int, predictors: Predictors) -> dict[str, Any] | None:
+        """The event of a task's end, None in another round; round 0 is that of the untrained model, as task 0."""
+        stream, predict = self.prepared.world.stream, _first(predictors)
+        if not self.on or not predict or not (round == 0 or stream.ends(round)):
+            return None
+        began, task = time.perf_counter(), stream.task(round) if round else -1
+        correct = self._correct(predict, task)
+        accuracy = correct.double() / self._totals  # a class without test examples: 0 / 0, NaN
+        return {
+            "event": "task",
+            "task": task + 1,
+            "round": round,
+            "correct": correct.tolist(),
+            "totals": self._totals.tolist(),
+            "row": [_number(v) for v in self._row(correct, accuracy)],
+            **self._by_client(accuracy, task),
+            "seconds": time.perf_counter() - began,
+        }
+
+    @cached_property
+    def tests(self) -> list[Examples]:
+        """The test sets: one for all tasks, or each task's own where tasks are domains."""
+        tasks, test = self.prepared.sites.tasks, self.prepared.sites.common_test
+        assert tasks is not None
+        assert test is not None
+        if tasks.by_domain and test.owners is not None:
+            return [test.take((test.owners == t).nonzero().flatten()) for t in range(tasks.stream.tasks)]
+        if tasks.transforms:
+            return [tasks.shown(test, t) for t in range(tasks.stream.tasks)]
+        return [test]
+
+    @cached_property
+    def _totals(self) -> Tensor:
+        """Test examples by test set and class (tests, C)."""
+        classes = self.prepared.world.classes
+        return torch.stack([torch.bincount(test.labels.cpu(), minlength=classes) for test in self.tests])
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """Label counts by client, task and class (clients, T, C)."""
+        sites, world = self.prepared.sites, self.prepared.world
+        tasks, labels = sites.tasks, sites.train.labels.cpu()
+        assert tasks is not None
+        counts = torch.zeros(world.clients, world.stream.tasks, world.classes, dtype=torch.int64)
+        for client in range(world.clients):
+            for t in range(world.stream.tasks):
+                part = sites.parts[client]
+                own = part[tasks.of_task(part, t)]
+                counts[client, t] = torch.bincount(labels[own], minlength=world.classes)
+        return counts
+
+    def _correct(self, predict: Callable[[Tensor], Tensor], task: int) -> Tensor:
+        """Right answers by test set and class (tests, C): among the classes seen, or all for those to come."""
+        stream = self.prepared.world.stream
+        seen = list(stream.seen(task)) if task >= 0 else []
+        both = [self._right(predict, test, seen if len(self.tests) == 1 or t <= task else []) for t, test in self._each]
+        return torch.stack([among.where(self._mask(seen), over_all) for among, over_all in both])
+
+    @property
+    def _each(self) -> list[tuple[int, Examples]]:
+        return list(enumerate(self.tests))
+
+    def _mask(self, seen: Sequence[int]) -> Tensor:
+        mask = torch.zeros(self.prepared.world.classes, dtype=torch.bool)
+        mask[list(seen)] = True
+        return mask
+
+    def _right(self, predict: Callable[[Tensor], Tensor], test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Right answers by class (C,) with the likeliest of the classes seen, and of all; one pass."""
+        classes, start = self.prepared.world.classes, 0
+        right = torch.zeros(2, classes, dtype=torch.int64, device=test.labels.device)
+        on = self._mask(seen or range(classes)).to(test.labels.device)
+        for x in shards(test.values, self.prepared.sites.inputs):
+            y, logits = test.labels[start : start + len(x)], predict(x)
+            for k, said in enumerate((logits.where(on, 100 * OFF), logits)):
+                right[k].index_add_(0, y, (said.argmax(1) == y).long())
+            start += len(x)
+        among, over_all = right.cpu()
+        return among, over_all
+
+    def _row(self, correct: Tensor, accuracy: Tensor) -> list[float]:
+        """The accuracy on each task (T,)."""
+        stream = self.prepared.world.stream
+        if len(self.tests) > 1:
+            return (correct.sum(1).double() / self._totals.sum(1)).tolist()
+        if len(set(stream.by_task)) == 1:  # drift: as its clients' mixes weigh the classes, the mean over clients
+            each = [_weighed(accuracy[0], self.counts[:, t].double()) for t in range(stream.tasks)]
+            return [float(own[~own.isnan()].mean()) for own in each]
+        rows = [list(own) for own in stream.by_task]
+        return [float(correct[0][own].sum().double() / self._totals[0][own].sum()) for own in rows]
+
+    def _by_client(self, accuracy: Tensor, task: int) -> dict[str, Any]:
+        """The model's accuracy on each task as each client's own mix of it weighs the classes; derived, no pass."""
+        if task < 0 or self.prepared.world.clients > MOST_CLIENTS:
+            return {}
+        of = range(self.prepared.world.stream.tasks)
+        each = [_weighed(accuracy[t if len(accuracy) > 1 else 0], self.counts[:, t].double()).tolist() for t in of]
+        return {"clients": {str(c): [_number(v) for v in row] for c, row in enumerate(zip(*each, strict=True))}}
+
+
+def summed_up(rows: Sequence[Any]) -> dict[str, float | None]:
+    """What a summary says of the matrix of a run's task ends, (T, T); nothing without one."""
+    if not rows:
+        return {}
+    numbers = {
+        "final_accuracy": over.final_accuracy(rows),
+        "incremental_accuracy": over.incremental_accuracy(rows),
+        "average_forgetting": over.average_forgetting(rows),
+        "backward_transfer": over.backward_transfer(rows),
+        "learned": over.learned(rows),
+        "kept": over.kept_share(rows),
+    }
+    return {name: _number(value) for name, value in numbers.items()}
+
+
+def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
+    """Class accuracies (C,) weighed by counts (clients, C); NaN for a client without any."""
+    known = counts * ~accuracy.isnan()
+    return (known @ accuracy.nan_to_num()) / known.sum(1)
+
+
+def _first(predictors: Predictors) -> Callable[[Tensor], Tensor] | None:
+    """The federation's own predictor; None where models are single clients'."""
+    name = next(iter(predictors), "client ")
+    return None if name.startswith("client ") else predictors[name]
+
+
+def _number(value: float) -> float | None:
+    return value if value == value else None

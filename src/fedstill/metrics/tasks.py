@@ -1,0 +1,230 @@
+"""Forgetting over time: every number that people take from one accuracy matrix.
+
+A matrix R is (T, K): a row is a task's end, oldest first; a column is a task or a class. NaN (or None) where there is
+no accuracy, as for tasks to come. ``tasks`` says in which task each column is trained on, counted from 0, (K,); left
+out, column j belongs to task j. Columns of tasks that have not come by the last row are left out everywhere. The unit
+is the matrix's: shares give shares, percentages give percentages. NaN where nothing is left to take a mean of.
+
+In formulas a is the last row, and own(j) the row of column j's own task. By task and by class are two numbers: a
+maximum of means over classes is at most the mean of their maxima.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstill.errors import ConfigError
+from fedstill.labels import TensorLike
+from fedstill.metrics.values import Values, same_classes, values
+
+Tasks = TensorLike | None
+
+
+def final_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """The mean of the last row: mean_j a_j.
+
+    Source: Lopez-Paz and Ranzato 2017, ACC.
+
+    >>> final_accuracy([[0.75, None], [0.25, 0.5]])
+    0.375
+    """
+    accuracy, _ = _come(matrix, tasks)
+    return _mean(accuracy[-1])
+
+
+def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """The mean over task ends of the accuracy on all tasks so far: mean_t mean_{j <= t} R[t, j].
+
+    Source: iCaRL, average incremental accuracy.
+
+    >>> incremental_accuracy([[0.75, None], [0.25, 0.5]])
+    0.5625
+    """
+    accuracy, own = _come(matrix, tasks)
+    return _mean(np.array([_mean(row[own <= t]) for t, row in enumerate(accuracy)]))
+
+
+def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """How well each task is learned at first: mean_j R[own(j), j].
+
+    Source: Riemer et al. 2019, learning accuracy.
+    """
+    return _mean(_at_own_end(*_come(matrix, tasks)))
+
+
+def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
+    """What was lost of each column of an earlier task: best accuracy before the last row - a_j; NaN for the others.
+
+    Gives (K,) numbers. Source: Chaudhry et al. 2018.
+
+    >>> forgetting_by_column([[0.75, None], [0.25, 0.5]])
+    array([0.5, nan])
+    """
+    accuracy, own = _come(matrix, tasks)
+    best = _best(accuracy[:-1])
+    return np.where(_earlier(accuracy, own), best - accuracy[-1], np.nan)
+
+
+def average_forgetting(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """Mean over the columns of earlier tasks of (best accuracy before the last row - a_j); NaN with one row.
+
+    Below 0 where the last row is the best. Source: Chaudhry et al. 2018.
+
+    >>> average_forgetting([[80, None, None], [78, 60, None], [75, 55, 50]])
+    5.0
+    """
+    return _mean(forgetting_by_column(matrix, tasks))
+
+
+def worst_forgetting(matrix: TensorLike, tasks: Tasks = None) -> tuple[float, int | None]:
+    """The largest of the terms of ``average_forgetting``, and its column counted from 0; (NaN, None) without one.
+
+    >>> worst_forgetting([[70, None, None], [80, 40, None], [60, 50, 90]])
+    (20.0, 0)
+    """
+    lost = forgetting_by_column(matrix, tasks)
+    return (float(np.nanmax(lost)), int(np.nanargmax(lost))) if np.isfinite(lost).any() else (float("nan"), None)
+
+
+def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """Mean over the columns of earlier tasks of (a_j - R[own(j), j]): above 0, later tasks helped.
+
+    Source: Lopez-Paz and Ranzato 2017, BWT.
+
+    >>> backward_transfer([[80, None, None], [78, 60, None], [75, 55, 50]])
+    -5.0
+    """
+    accuracy, own = _come(matrix, tasks)
+    return _mean((accuracy[-1] - _at_own_end(accuracy, own))[_earlier(accuracy, own)])
+
+
+def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = None) -> float:
+    """Mean over the columns after the first task of (accuracy one task before its own - that of an untrained model).
+
+    initial: (K,) accuracies before any training. NaN for a matrix whose columns to come are blank.
+
+    Source: Lopez-Paz and Ranzato 2017, FWT.
+
+    >>> forward_transfer([[70, 30, 20], [80, 60, 35], [75, 65, 90]], [10, 10, 10])
+    22.5
+    """
+    accuracy, own = _come(matrix, tasks)
+    untrained = values(initial, 1, "accuracies of the untrained model")[: accuracy.shape[1]]
+    same_classes(accuracy, untrained)
+    later = np.flatnonzero(own > 0)
+    return _mean(accuracy[own[later] - 1, later] - untrained[later])
+
+
+def learned(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """What was ever known: mean_j max_t R[t, j], over the columns with an a_j.
+
+    final_accuracy = learned x kept = learned - lost, exactly.
+    """
+    accuracy, _ = _come(matrix, tasks)
+    return _mean(_best(accuracy[:, ~np.isnan(accuracy[-1])]))
+
+
+def lost(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """What is gone of it: learned - final_accuracy, never below 0."""
+    return learned(matrix, tasks) - final_accuracy(matrix, tasks)
+
+
+def kept_share(matrix: TensorLike, tasks: Tasks = None) -> float:
+    """How much of it is left: final_accuracy / learned, a share in [0, 1]; NaN where nothing was ever known.
+
+    >>> kept_share([[0.75, None], [0.25, 0.25]])
+    0.5
+    """
+    best = learned(matrix, tasks)
+    return final_accuracy(matrix, tasks) / best if best > 0 else float("nan")
+
+
+def with_zeros(matrix: TensorLike) -> Values:
+    """The matrix with its blanks read as 0, (T, K): what many programs keep in memory."""
+    return np.nan_to_num(values(matrix, 2, "an accuracy matrix"), nan=0.0)
+
+
+def round_forgetting(before: TensorLike, after: TensorLike) -> float:
+    """What one round took from the global model, gains not counted against it: mean_c max(0, before - after).
+
+    before, after: (C,) class accuracies of the global model.
+
+    Source: after Flashback's idea that gains must not hide losses. Reading: its exact formula was not to be had.
+
+    >>> round_forgetting([0.75, 0.5], [0.5, 0.75])
+    0.125
+    """
+    start, end = values(before, 1, "class accuracies before"), values(after, 1, "class accuracies after")
+    same_classes(start, end)
+    return _mean(_loss(start, end))
+
+
+def local_forgetting(before: TensorLike, local: TensorLike) -> float:
+    """The part of local training: the mean over clients of mean_c max(0, before - local_k).
+
+    before: (C,); local: (clients, C), class accuracies of each client's model after its training.
+    """
+    start, models = values(before, 1, "class accuracies before"), values(local, 2, "class accuracies of local models")
+    same_classes(start, models)
+    return _mean(np.array([_mean(_loss(start, model)) for model in models]))
+
+
+def aggregation_forgetting(local: TensorLike, after: TensorLike, best: bool = False) -> float:
+    """The part of aggregation: the mean over clients of mean_c max(0, local_k - after).
+
+    local: (clients, C); after: (C,). With ``best``, against the best client of each class instead of the mean over all.
+    """
+    models, end = values(local, 2, "class accuracies of local models"), values(after, 1, "class accuracies after")
+    same_classes(models, end)
+    return _mean(_loss(_best(models), end) if best else np.array([_mean(_loss(model, end)) for model in models]))
+
+
+def by_task(matrix: TensorLike, tasks: TensorLike) -> Values:
+    """A matrix of classes as one of tasks, (T, tasks): the mean over each task's classes."""
+    accuracy = values(matrix, 2, "an accuracy matrix")
+    own = column_tasks(accuracy, tasks)
+    groups = [accuracy[:, own == t] for t in range(int(own.max()) + 1)]
+    return np.array([[_mean(group[row]) for group in groups] for row in range(len(accuracy))])
+
+
+def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
+    """The task of each column (K,), counted from 0; raises ConfigError unless each has a whole number >= 0."""
+    if tasks is None:
+        return np.arange(accuracy.shape[1])
+    own = values(tasks, 1, "the tasks of columns")
+    if len(own) != accuracy.shape[1] or not all(t >= 0 and t == int(t) for t in own.tolist()):
+        raise ConfigError(f"a matrix of {accuracy.shape[1]} columns needs as many tasks, counted from 0, not {own}")
+    return own.astype(np.int64)
+
+
+def _come(matrix: TensorLike, tasks: Tasks) -> tuple[Values, NDArray[np.int64]]:
+    """The columns whose task has come by the last row, and their tasks."""
+    accuracy = values(matrix, 2, "an accuracy matrix")
+    if not accuracy.size:
+        raise ConfigError("an accuracy matrix needs a row and a column at least")
+    own = column_tasks(accuracy, tasks)
+    here = own < len(accuracy)
+    return accuracy[:, here], own[here]
+
+
+def _earlier(accuracy: Values, own: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return own < len(accuracy) - 1
+
+
+def _at_own_end(accuracy: Values, own: NDArray[np.int64]) -> Values:
+    return accuracy[own, np.arange(len(own))]
+
+
+def _best(accuracy: Values) -> Values:
+    best: Values = np.fmax.reduce([np.full(accuracy.shape[1], np.nan), *accuracy], axis=0)
+    return best
+
+
+def _loss(before: Values, after: Values) -> Values:
+    return np.maximum(0.0, before - after)  # NaN stays NaN
+
+
+def _mean(numbers: Values) -> float:
+    some = numbers[~np.isnan(numbers)]
+    return float(some.mean()) if some.size else float("nan")

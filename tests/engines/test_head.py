@@ -1,0 +1,60 @@
+"""Outputs that take no part in training: losses as if their columns were gone, no gradient, and finite everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedstill import losses
+from fedstill.engines.step import OFF, Networks, Seen
+from fedstill.models.contract import initial, module, spec_for
+from fedstill.records import Carry
+
+SPEC = spec_for("logistic", (1, 4, 4), 5, {})
+ON = torch.tensor([True, False, True, True, False])
+DRAW = torch.Generator().manual_seed(0)
+X, Y = torch.randn(6, 1, 4, 4, generator=DRAW), torch.tensor([0, 2, 3, 0, 2, 3])
+OTHER = initial(SPEC, 3)
+
+
+def step(head: torch.Tensor | None) -> Seen:
+    params = {k: v.clone().requires_grad_() for k, v in initial(SPEC, 1).items()}
+    networks = Networks(SPEC, module(SPEC), lambda *_: None, "fp32", torch.device("cpu"))
+    index = torch.arange(len(Y))
+    return Seen(networks, Carry(params, {"old": OTHER}, head=head), params, X, Y, index, index, None, 0)
+
+
+def test_nothing_is_masked_where_all_outputs_take_part() -> None:
+    whole = step(None)
+    assert whole.logits() is whole.logits(raw=True)
+    torch.testing.assert_close(step(torch.ones(5, dtype=torch.bool)).logits(), whole.logits(), rtol=0, atol=0)
+
+
+def test_logits_and_teachers_are_off_where_they_take_no_part_and_plain_where_asked() -> None:
+    seen = step(ON)
+    for logits, plain in ((seen.logits(), seen.logits(raw=True)), (seen.teacher("old"), seen.teacher("old", raw=True))):
+        assert torch.equal(logits[:, ON], plain[:, ON])
+        assert (logits[:, ~ON] == OFF).all()
+        assert (plain != OFF).all()
+
+
+def test_losses_are_those_without_the_columns_and_their_gradients_are_zero() -> None:
+    seen, few = step(ON), torch.tensor([0, -1, 1, 2, -1])
+    gone, old = seen.logits(raw=True)[:, ON], seen.teacher("old", raw=True)[:, ON]
+    masked = losses.cross_entropy(seen.logits(), Y) + losses.kd(seen.logits(), seen.teacher("old"), 2.0)
+    removed = losses.cross_entropy(gone, few[Y]) + losses.kd(gone, old, 2.0)
+    torch.testing.assert_close(masked, removed, rtol=1e-6, atol=1e-6)
+    masked.sum().backward()
+    grad = seen.params["head.weight"].grad
+    assert grad is not None
+    assert (grad[~ON] == 0).all()
+    assert (grad[ON] != 0).any()
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 20.0])
+def test_distillation_is_finite_under_a_mask(tau: float) -> None:
+    seen = step(ON)
+    logits, old = seen.logits(), seen.teacher("old")
+    apart = (losses.nckd, losses.nckd_slice, losses.nckd_zero, losses.tckd)
+    for values in (losses.kd(logits, old, tau), *(loss(logits, old, Y, tau) for loss in apart)):
+        assert values.isfinite().all()

@@ -1,0 +1,74 @@
+"""The section on tasks: the matrix as a map, accuracy by task, and the plane of what was learned and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import toys
+from fedstill.experiment.running.runner import run
+from fedstill.report.figures import Style
+from fedstill.report.groups import groups
+from fedstill.report.over_tasks import changes, learned_and_kept, matrix_map, over_tasks, task_curves
+from fedstill.report.page import write_page
+
+STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("streams")
+    for seed in (1, 2):
+        what = {"rounds": 4, "seed": seed, "partition": {"kind": "iid"}}
+        run(toys.toy(**what, stream=STREAM), folder / f"gone{seed}", toys.blobs())
+        run(toys.toy(**what, stream={**STREAM, "past": "kept"}), folder / f"kept{seed}", toys.blobs())
+    return folder
+
+
+def test_the_map_has_the_mean_over_seeds_and_what_was_lost(runs: Path) -> None:
+    gone = next(g for g in groups([runs]) if "gone" in g.label)
+    drawn = matrix_map(gone)
+    (trace,) = drawn["data"]
+    assert trace["x"] == ["after 1", "after 2", "after 3", "lost"]
+    assert trace["y"] == ["task 1", "task 2", "task 3"]
+    rows = [[e["row"] for e in r.task_ends if e["task"]] for r in gone.runs]
+    assert trace["z"][0][0] == pytest.approx(50 * (rows[0][0][0] + rows[1][0][0]), abs=0.06)
+    assert len(drawn["layout"]["shapes"]) == 3
+    lost = [note for note in drawn["layout"]["annotations"] if note["x"] == 3]
+    assert [note["y"] for note in lost] == [0, 1], "the last task has nothing to lose yet"
+
+
+def test_curves_and_changes(runs: Path) -> None:
+    group = groups([runs])[0]
+    drawn = task_curves(group)
+    assert [trace["name"] for trace in drawn["data"]] == ["task 1", "task 2", "task 3"]
+    assert drawn["data"][0]["x"] == [0, 1, 2, 3, 4]
+    assert [line["x0"] for line in changes(group)] == [1.5, 3.5]
+
+
+def test_methods_are_points_in_the_plane(runs: Path) -> None:
+    compared = groups([runs])
+    points = [t for t in learned_and_kept(compared, Style(compared))["data"] if t["mode"] == "markers"]
+    assert [len(trace["x"]) for trace in points] == [2, 2]
+    summary = json.loads((runs / "gone1" / "summary.json").read_text())
+    gone = next(trace for trace in points if "gone" in trace["name"])
+    assert gone["x"][0] == pytest.approx(summary["learned"], abs=1e-5)
+    assert gone["y"][0] == pytest.approx(summary["kept"], abs=1e-5)
+
+
+def test_the_section_is_there_for_runs_with_tasks_alone(runs: Path, tmp_path: Path) -> None:
+    assert "Tasks over time" in write_page([runs], tmp_path / "with.html").read_text()
+    run(toys.toy(rounds=1), tmp_path / "plain", toys.blobs())
+    plain = groups([tmp_path / "plain"])
+    assert over_tasks(plain, Style(plain)) is None
+
+
+def test_domains_have_no_curves_by_class(tmp_path: Path) -> None:
+    run(toys.toy(rounds=2, stream={"kind": "drift", "tasks": 2}), tmp_path / "run", toys.blobs())
+    drift = groups([tmp_path / "run"])
+    section = over_tasks(drift, Style(drift))
+    assert section is not None
+    assert "Learned and kept" in section.text
+    assert "the likeliest of all classes" not in section.text
