@@ -41,6 +41,7 @@ def experiment(method: object, topology: str) -> Experiment:
     needs = registry.lookup("method", str(name)).build().requires()
     slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
+    slim |= {"model": toys.two_networks()} if "pair" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
     asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}

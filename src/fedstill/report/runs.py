@@ -20,7 +20,6 @@ from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
 from fedstill.experiment.why.falls import with_later_looks
-from fedstill.report.checks import check_events, check_looks, check_resumed
 from fedstill.report.checks import check_events, check_looks, check_resumed, checked_ends
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
