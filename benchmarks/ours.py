@@ -12,7 +12,7 @@ from fedstill.census import run_census
 from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.method import run_round
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
 

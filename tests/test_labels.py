@@ -32,6 +32,18 @@ def test_counts_of_lists_arrays_and_tensors() -> None:
     assert labels.counts([], 3).tolist() == [0, 0, 0]
 
 
+def test_means_by_class_are_plain_means_and_zeros_where_there_is_no_example() -> None:
+    values, y = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)), torch.arange(50) % 3
+    means, sizes = labels.means_by_class(values, y, 5)
+    assert sizes.tolist() == [17, 17, 16, 0, 0]
+    assert means.dtype == torch.float32
+    for c in range(3):
+        torch.testing.assert_close(means[c], values[y == c].mean(0))
+    assert not means[3:].any()
+    nothing, none = labels.means_by_class(values[:0], y[:0], 5)
+    assert (nothing.shape, none.sum()) == ((5, 4), 0)
+
+
 @pytest.mark.parametrize("bad", [[-1, 0], [0, 3], [0.5], [[0, 1]]])
 def test_counts_refuses_what_is_no_label(bad: list[int]) -> None:
     with pytest.raises(DataError):

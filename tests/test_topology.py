@@ -73,6 +73,14 @@ def test_a_stage_before_every_rounds_training_is_for_the_rounds_clients() -> Non
     assert second[0].clients == second[1].clients == tuple(sorted(sample(Small(), 2, 2)))
 
 
+def test_the_closing_stage_is_the_servers_and_the_very_last() -> None:
+    schedule = Parallel(sampled=2, server="distil", last="finetune", closing="calibrate")
+    assert "calibrate" not in [s.name for s in schedule(1, Small())]
+    end = schedule(Small().rounds, Small())
+    assert [(s.name, s.index) for s in end] == [("train", 0), ("distil", 1), ("finetune", 2), ("calibrate", 3)]
+    assert end[-1].clients == (SERVER,)
+
+
 def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     stages = Sequential(sampled=5)(4, Small())
     assert [s.index for s in stages] == list(range(5))

@@ -110,8 +110,13 @@ TOLERANT = {"failures": "tolerate"}
 """The table ``[clients]`` of a run that leaves out clients that fail, as a federation of machines does."""
 
 
+def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
+    """A network with a simplex as its head."""
+    return {"name": "etf", "of": of, "arguments": arguments or {"hidden": (8,)}}
+
+
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries."""
+    """What a toy experiment with a method needs: one round among peers, public data, queries, a simplex."""
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
     return {
@@ -119,6 +124,7 @@ def suited(name: str) -> dict[str, object]:
         "topology": {"clients": 6} if peers else {"clients": 6, "sampled": 4},
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
+        **({"model": on_simplex()} if "etf" in built.requires() else {}),
     }
 
 

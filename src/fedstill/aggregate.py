@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from fedstill import trees
@@ -29,6 +30,28 @@ def weighted_mean(
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)
     return trees.mean([r.up.tensors(group) for r in ordered], sizes)
+
+
+def mean_by_class(
+    replies: Sequence[Reply], old: Tensor, weighting: Weighting = "examples", group: str = "means"
+) -> tuple[Tensor, Tensor]:
+    """The mean of what the replies say of each class, over those that have it; and which classes any has.
+
+    A reply has a group of values by class (C, V) and, as ``labels.means_by_class`` gives them, ``counts`` (C,) int64.
+    weighting: each weighs by its number of examples of the class, or alike. Gives (C, V) of the type of ``old``, summed
+    in float64, in which a class that no reply has is as in ``old``, (C, V); and (C,) bool.
+
+    Source: Tan et al. (2022), FedProto, eq. 6.
+    """
+    ordered = sorted(replies, key=lambda r: r.client)
+    counts = torch.stack([r.up.tensor("counts").clamp(min=0) for r in ordered]).double()  # (K, C)
+    weights = (counts > 0).double() if weighting == "uniform" else counts
+    sums = torch.zeros_like(old, dtype=torch.float64)
+    for reply, weight in zip(ordered, weights, strict=True):
+        sums += weight.unsqueeze(1) * reply.up.tensor(group)
+    total = weights.sum(0)  # whole numbers
+    mean = (sums / total.clamp(min=1).unsqueeze(1)).to(old.dtype)
+    return torch.where(total.unsqueeze(1) > 0, mean, old), total > 0
 
 
 def effective_steps(steps: int, momentum: float) -> float:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedstill.method import Engine
 from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.rounds import Engine
 from fedstill.topology import CENSUS
 from fedstill.verdicts import demand_quorum
 from fedstill.watch import Watch, replies_of, told

@@ -50,6 +50,22 @@ def counts(labels: TensorLike, classes: int) -> Tensor:
     return torch.bincount(ids.to(torch.int64), minlength=classes)
 
 
+def means_by_class(values: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """The mean of each class's values, and how many examples each has.
+
+    values: (n, V) float; labels: (n,) int64 in [0, classes). Gives (classes, V) of the values' dtype, summed in
+    float64, zeros for a class without examples; and (classes,) int64. Raises DataError for other labels.
+
+    >>> means_by_class(torch.tensor([[1.0], [3.0], [5.0]]), torch.tensor([2, 2, 0]), classes=3)
+    (tensor([[5.],
+            [0.],
+            [2.]]), tensor([1, 0, 2]))
+    """
+    size = counts(labels, classes)
+    sums = torch.zeros(classes, values.shape[1], dtype=torch.float64).index_add_(0, labels, values.double())
+    return (sums / size.clamp(min=1).unsqueeze(1)).to(values.dtype), size
+
+
 def proportions(counts: TensorLike) -> Tensor:
     """Label shares from label histograms: each histogram divided by its sum.
 

@@ -1,26 +1,19 @@
-"""Method: what the server does; and run_round, the one short loop that hosts every method and topology."""
+"""Method: what the server does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
 from fedstill.fields import check_ranges
-from fedstill.fitting import FIT, Fit
 from fedstill.models.contract import predictor
-from fedstill.origin import returned
-from fedstill.raised import as_asked, noted, with_asks, with_query
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
-from fedstill.topology import CENSUS
-from fedstill.verdicts import demand_quorum, guard_norm, part, written
-from fedstill.watch import Watch, place, replies_of, told
-from fedstill.wire.screen import Rules, screen
-from fedstill.work import Census, ClientWork
+from fedstill.trees import zeros_like
+from fedstill.work import ClientWork
 
 
 @dataclass(frozen=True)
@@ -30,6 +23,8 @@ class Method:
     ``topology``: the default schedule, ``schedule``: options of it. ``stages``: the names of stages it knows.
     ``needs``: what it cannot do without ("public_data", "features", "head", "same_shapes", "same_features" of networks
     that may differ, "label_counts", "queries").
+    ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or "shift", a vector added
+    to the features (``models.additions``).
     ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``labelled``: the
     stages that read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's training
     settings by stage. ``personal``: the stages after which a client's own model is its answer; of several, the last in
@@ -45,6 +40,7 @@ class Method:
     >>> from fedstill.experiment.config.settle import settle
     >>> from fedstill.experiment.preparing.prepared import prepare
     >>> from fedstill.losses import proximal
+    >>> from fedstill.rounds import run_round
     >>> from fedstill.watch import Unwatched
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
@@ -81,6 +77,7 @@ class Method:
     schedule: ClassVar[Mapping[str, Any]] = {}
     stages: ClassVar[frozenset[str]] = frozenset({"train"})
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
+    adds: ClassVar[tuple[str, ...]] = ()
     permits: ClassVar[frozenset[str]] = frozenset()
     labelled: ClassVar[frozenset[str]] = frozenset()
     plans: ClassVar[Mapping[str, Plan]] = {"train": Plan()}
@@ -122,127 +119,19 @@ class Method:
         """The next state from the accepted replies, sorted by client id."""
         return state.next(params=weighted_mean(replies))
 
+    def idle(self, reply: Reply, down: Payload) -> Payload | None:
+        """What a client would have sent had it changed nothing, in place of its reply; None where nobody can say.
+
+        As it stands: a model is as it was received, a ``change`` is 0, and all else stays. The rounds in which some
+        clients are idle say who contributed to what a round did (the measure ``contributions``).
+        """
+        same = {group: down[group] for group in ("params", "shared") if group in reply.up and group in down}
+        still = {"change": zeros_like(reply.up.tensors("change"))} if "change" in reply.up else {}
+        return Payload({**reply.up, **same, **still}) if same else None
+
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """What the server can evaluate: name to a function from images (B, channels, H, W) to logits (B, C).
 
         As it stands the global model, if there is one.
         """
         return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
-
-
-@dataclass(frozen=True)
-class OnlyFit(Method):
-    """The stage ``fit`` for a method that has none: models trained alone are measured, and not folded."""
-
-    stages: ClassVar[frozenset[str]] = frozenset({FIT})
-    reusable: ClassVar[frozenset[str]] = frozenset({FIT})
-
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return Payload(params=world.initial(client))
-
-    def work(self, stage: Stage) -> ClientWork:
-        return Fit()
-
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state
-
-
-@dataclass(frozen=True)
-class OnlyCensus(Method):
-    """The stage ``census`` of a later task, for any method: each client's label counts take the place of its old ones.
-
-    A client that is not there, or fails, has zeros, as it has no example that could count.
-    """
-
-    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return Payload()
-
-    def work(self, stage: Stage) -> ClientWork:
-        return Census()
-
-    def expects(self, client: int, stage: Stage, world: World) -> Payload:
-        return Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-
-    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
-        for reply in replies:
-            labels[reply.client] = reply.up.tensor("labels")
-        return state.next(labels=labels)
-
-
-ONLY_FIT = OnlyFit()
-
-
-def acting(method: Method, stage: Stage) -> Method:
-    """The method that acts in a stage: one that does only that, in a stage ``fit`` or ``census`` that it lacks."""
-    if stage.name == CENSUS and CENSUS not in method.stages:
-        return OnlyCensus()
-    return ONLY_FIT if stage.name == FIT and FIT not in method.stages else method
-
-
-class Engine(Protocol):
-    """Carries a stage out. The method decides what is done, the engine decides how."""
-
-    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies of the clients that were sent something; a client that fails replies with the reason."""
-
-    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Keep what these clients remember of a stage; what the others remember of it is dropped."""
-
-
-def run_round(
-    method: Method, state: State, stages: Sequence[Stage], world: World, engine: Engine, watch: Watch, rules: Rules
-) -> State:
-    """One round, from the stage that the state names: the same for every method, topology and engine.
-
-    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of a chain is skipped
-    instead, unless the whole chain failed), Diverged if parameters blow up, MethodFailed for a mistake in the method.
-    Then ``watch`` has been told of the stage's refusals, and the last good state is the one that it was given last.
-    Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
-    """
-    if state.stage == 0:
-        with part(method, "open", f"round {state.round}"):
-            state = returned(method.open(state, stages, world), State, method.open, "a State")
-    for stage in stages[state.stage :]:
-        state = _run_stage(method, state, stage, stages, world, engine, watch, rules)
-    return replace(state.without("answered"), round=state.round + 1, stage=0)
-
-
-def _run_stage(
-    method: Method,
-    state: State,
-    stage: Stage,
-    stages: Sequence[Stage],
-    world: World,
-    engine: Engine,
-    watch: Watch,
-    rules: Rules,
-) -> State:
-    method, where, world = acting(method, stage), place(stage), as_asked(world, state)
-    with part(method, "down", where):
-        needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
-        sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
-        downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
-    with part(method, "work", where):
-        work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
-    with part(method, "expects", where):
-        labels = state.extra.get("labels") if "label_counts" in needs else None
-        expected = with_asks(method.expects, stage, world)
-        replies, refused = screen(expected, stage, downs, came, rules, labels)
-    done = int(state.extra.get("answered", 0))
-    with told(watch, stage, replies, refused, downs):
-        if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
-            asked = replace(stage, clients=tuple(downs))
-            demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
-        engine.commit(stage, [r.client for r in replies])
-        if replies:
-            with part(method, "fold", where):
-                state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
-                guard_norm(state, stage, replies, world)
-            state = noted(state, replies, stage, world)
-            if stage.hop:
-                state = state.next(answered=done + 1)
-    state = replace(state, stage=stage.index + 1)
-    watch.stage(stage, replies, refused, downs, state)
-    return state

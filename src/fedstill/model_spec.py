@@ -17,7 +17,8 @@ class ModelSpec:
     (channels, L) of a series, (L,) of a text's token ids. ``vocabulary``: how many token ids there are, 0 where inputs
     are numbers. ``classes``: C; ``fields``: its options, sorted by name. ``widths``: the numbers of units of its hidden
     layers, where they are not the network's own. ``trains``, ``held``: which entries are trained, and the SHA-256 of
-    all others, which stay as they are (``models.held_entries``); empty: all are trained.
+    all others, which stay as they are (``models.held_entries``); empty: all are trained. ``adds``: what the method
+    of a run adds to it (``models.additions``); initial weights do not depend on that.
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelSpec:
     vocabulary: int = 0
     trains: tuple[str, ...] = ()
     held: str = ""
+    adds: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """All of it: the seed of initial weights is made of this."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -15,7 +14,7 @@ from fedstill.payload import KEEP, NOTHING, Group, Payload, Tensors, many
 from fedstill.plan import Plan
 from fedstill.queries import Asking
 from fedstill.stream import Stream
-from fedstill.training import Carry, Ends, Ran, Step, Teacher
+from fedstill.training import Carry, Ends, Examples, Ran, Step, Teacher
 
 __all__ = [
     "KEEP",
@@ -146,39 +145,6 @@ class Passes(Protocol):
         self, params: Tensors, examples: Examples, loss: Any, batch: int, seed: int | None = None
     ) -> Iterator[Tensors]:
         """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Inputs and labels (n,) int64. The type of the inputs says what they are.
-
-    ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them; or token ids (n, L)
-    int64, of which 0 is padding. ``owners``: (n,) int64, whose each example is, where the data say so.
-    """
-
-    values: Tensor
-    labels: Tensor
-    owners: Tensor | None = None
-
-    @property
-    def images(self) -> Tensor:
-        """The old name of ``values``; it goes with the next release."""
-        warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
-        return self.values
-
-    def __len__(self) -> int:
-        return self.values.shape[0]
-
-    def take(self, index: Tensor) -> Examples:
-        """The examples at some positions, (n,) int64, on whatever device."""
-        there = index.to(self.labels.device)
-        owners = None if self.owners is None else self.owners.index_select(0, there)
-        return Examples(self.values.index_select(0, there), self.labels.index_select(0, there), owners)
-
-    def to(self, device: str) -> Examples:
-        """The examples on a device."""
-        owners = None if self.owners is None else self.owners.to(device)
-        return Examples(self.values.to(device), self.labels.to(device), owners)
 
 
 @dataclass(frozen=True)

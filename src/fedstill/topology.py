@@ -67,9 +67,12 @@ class Parallel(_Sampled):
     first: str = ""
     """A stage of this name stands before round 1's, for all clients."""
     last: str = ""
-    """A stage of this name follows the last round's, for all clients (FT-FedAvg)."""
+    """A stage of this name follows the last round's, for all clients (FT-FedAvg). "ridge": the model's last layer is
+    solved for from sums that they send, whatever the method."""
     before: str = ""
     """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
+    closing: str = ""
+    """A stage of this name is the very last, in which the server works (CCVR)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         clients = tuple(sorted(self.drawn(round, world)))
@@ -80,6 +83,8 @@ class Parallel(_Sampled):
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        if self.closing and round == world.rounds:
+            stages.append(Stage(round, 0, self.closing, (SERVER,), "public"))
         return _numbered(stages)
 
 

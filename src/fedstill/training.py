@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,11 +19,47 @@ Ends = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
+class Examples:
+    """Inputs and labels (n,) int64. The type of the inputs says what they are.
+
+    ``values``: pixels (n, channels, H, W) uint8; numbers (n, …) float, as the network takes them; or token ids (n, L)
+    int64, of which 0 is padding. ``owners``: (n,) int64, whose each example is, where the data say so.
+    """
+
+    values: Tensor
+    labels: Tensor
+    owners: Tensor | None = None
+
+    @property
+    def images(self) -> Tensor:
+        """The old name of ``values``; it goes with the next release."""
+        warnings.warn("Examples.images is now Examples.values", DeprecationWarning, stacklevel=2)
+        return self.values
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+    def take(self, index: Tensor) -> Examples:
+        """The examples at some positions, (n,) int64, on whatever device."""
+        there = index.to(self.labels.device)
+        owners = None if self.owners is None else self.owners.index_select(0, there)
+        return Examples(self.values.index_select(0, there), self.labels.index_select(0, there), owners)
+
+    def to(self, device: str) -> Examples:
+        """The examples on a device."""
+        owners = None if self.owners is None else self.owners.to(device)
+        return Examples(self.values.to(device), self.labels.to(device), owners)
+
+
+@dataclass(frozen=True)
 class Carry:
     """What a client starts a stage with: parameters, frozen teachers by name, a running trace, and constants.
 
     ``only``: positions of the examples to train on, (n,) int64; all of the stage's view if it is left out. A step's
-    ``index`` counts among them. ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
+    ``index`` counts among them. ``model``: what is trained, if it is not the site's network. ``examples``: what it is
+    trained on, if it is not what the site has, as they are, never augmented; so the server may train something small
+    without public data. Of another network than the site's nothing is measured.
+    ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
     """
 
     params: Tensors
@@ -30,6 +67,8 @@ class Carry:
     trace: Tensors = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     only: Tensor | None = None
+    model: ModelSpec | None = None
+    examples: Examples | None = None
     head: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:

@@ -29,9 +29,24 @@ class ClientWork:
         """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it did before."""
         return Payload(params=params), NOTHING
 
+    def answer(self, params: Tensors) -> Tensors:
+        """The model that this client answers with, where it is another than what training left; measures take it."""
+        return params
+
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         """Further fields of this client's event in the journal: numbers, words, lists of them."""
         return {}
+
+    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        """Named terms of a first pass, whose gradient ``lookahead`` is given; without them it is given zeros."""
+        return {}
+
+    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+        """Where the gradient of ``terms`` is taken; the step that follows still starts from ``params``.
+
+        Both have the trained entries only. Statistics of normalisation take up a batch once, in the first pass.
+        """
+        return params
 
     def adjust(self, grads: Tensors, carry: Carry) -> Tensors:
         """The gradients that the optimiser gets."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -91,6 +94,36 @@ def test_shared_folders_match_their_checksums(name):
     splits = {"train": data.train, "test": data.test} | ({"validation": data.validation} if data.validation else {})
     assert {s: len(x) for s, x in splits.items()} == known.sizes
     assert {s: sums((x.values.numpy(), x.labels.numpy())) for s, x in splits.items()} == known.sums
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "row"),
+    [
+        ("heart_disease", "age", 3),
+        ("har", "features", 10),
+        ("har_signals", "signals", 5),
+        ("ag_news-small", "text", 7),
+        ("heart_disease", "label", 1),
+    ],
+)
+def test_a_known_folder_with_one_changed_row_is_refused(tmp_path, monkeypatch, name, column, row):
+    real_root(name)
+    folder = Path(os.environ["FEDSTILL_DATA"]) / name
+    monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path))
+    shutil.copytree(folder, tmp_path / name)
+    load_dataset(name)
+    file = next((tmp_path / name).glob("test-*.parquet"))
+    rows = pq.read_table(file)
+    values = rows[column].to_pylist()
+    values[row], values[row + 1] = values[row + 1], values[row]
+    assert values != rows[column].to_pylist()
+    at = rows.column_names.index(column)
+    changed = rows.set_column(at, rows.field(at), pa.array(values, rows.field(at).type))
+    (tmp_path / name).chmod(0o755)
+    file.chmod(0o644)
+    pq.write_table(changed, file)
+    with pytest.raises(DataError, match=f"{name}, test: the examples are not those of that name"):
+        load_dataset(name)
 
 
 @pytest.mark.slow

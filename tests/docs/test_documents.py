@@ -93,8 +93,8 @@ def test_a_prototype_method_is_added_as_the_page_says(
     models = [read_journal(tmp_path / run / "journal.jsonl")[-1] for run in ("first", "stacked")]
     assert models[0]["personal_accuracy"] == pytest.approx(models[1]["personal_accuracy"], abs=0.02)
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert passing(tmp_path / "test_fedproto.py") == 3
-    del sys.modules["fedproto"]
+    assert passing(tmp_path / "test_prototypes.py") == 3
+    del sys.modules["prototypes"]
 
 
 def test_a_model_is_added_as_the_page_says(
@@ -184,6 +184,15 @@ def test_a_model_is_used_as_the_page_says(
     not all(map(find_spec, ("tensorboard", "mlflow"))),
     reason="the extras tensorboard and mlflow are not installed: pip install 'fedstill[tensorboard,mlflow]'",
 )
+def test_who_made_the_model_forget_is_asked_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    follow("why.md", tmp_path, capsys)
+    assert (tmp_path / "forgets" / "why.jsonl").is_file(), "round 4 is not one that the config measures"
+
+
 def test_runs_are_tracked_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,13 +13,17 @@ import torch
 
 import toys
 from fedstill.data.cache_folder import reuse_bytes
+from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
-from fedstill.engines.reuse import KeptReplies
+from fedstill.engines.passes import ModelPasses
+from fedstill.engines.reuse import KeptReplies, key_of
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import run
-from fedstill.records import Payload, Plan, Reply, Stage, View
+from fedstill.models import contract
+from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
+from fedstill.work import ClientWork
 
 
 @pytest.fixture
@@ -104,6 +108,17 @@ def test_what_a_reply_depends_on_makes_another_key(
     fits.clear()
     run(experiment("local_only", **changes), tmp_path / "two", toys.blobs())
     assert fitted(fits) == [0, 1, 2, 3, 4, 5]
+
+
+def test_own_tests_are_part_of_what_a_reply_depends_on() -> None:
+    spec, draw = contract.spec_for("logistic", (4,), 3, {}), torch.Generator().manual_seed(1)
+    own, test, other = (Examples(torch.randn(6, 4, generator=draw), torch.arange(6) % 3) for _ in range(3))
+    plain = View(0, spec, own, torch.tensor([2, 2, 2]), None, None, None, ModelPasses(spec, Inputs()))
+    keys = {
+        key_of(ClientWork(), Stage(1, 0, "fit", (0,)), view, None, 1, Payload())
+        for view in (plain, replace(plain, test=test), replace(plain, test=other), replace(plain, test=test))
+    }
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])

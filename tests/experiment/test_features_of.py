@@ -73,6 +73,23 @@ def test_a_head_alone_is_the_model_where_none_is_named(pretrained: Path, tmp_pat
     assert len(start["features_of"]) == 64
 
 
+def test_the_loaded_model_has_the_backbone_inside(pretrained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.safetensors"
+    file.write_bytes(pretrained.read_bytes())
+    result = fedstill.run(toys.toy(data=of(file), measure=()), tmp_path / "run", data=toys.blobs())
+    test = toys.blobs().test
+    model = fedstill.load_model(tmp_path / "run")
+    assert model.input_shape == tuple(test.values.shape[1:])
+    assert model.about["network"].endswith("on the features of mlp")
+    assert (model(test.values).argmax(1) == test.labels).float().mean().item() == pytest.approx(result.accuracy)
+    file.write_bytes((tmp_path / "run" / "model.safetensors").read_bytes())
+    with pytest.raises(CorruptFile, match=r"own\.safetensors holds another model than when the run was started"):
+        fedstill.load_model(tmp_path / "run")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"the run's examples are features of .*own\.safetensors, which is not here"):
+        fedstill.load_model(tmp_path / "run")
+
+
 def test_another_file_stops_a_resume(pretrained: Path, tmp_path: Path) -> None:
     file = tmp_path / "own.safetensors"
     file.write_bytes(pretrained.read_bytes())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -15,7 +16,9 @@ import fedstill
 import toys
 from fedstill import Experiment, from_clients
 from fedstill.data.examples import Dataset
+from fedstill.data.partition.column import column
 from fedstill.errors import ConfigError, InfeasiblePartition
+from fedstill.experiment.config.paths import resolved_data_name
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.running.own_tests import OwnTests
@@ -152,3 +155,31 @@ def test_the_answer_of_each_client_counts_where_it_has_one() -> None:
     )
     assert tests.round({})["own_test_by_client"] == {"1": 0.75}
     assert OwnTests(replace(sites, own_tests={}), frozenset()).round({"global": of(0)}) == {}
+
+
+def test_a_drawn_mix_is_the_most_that_each_owner_has_of_it() -> None:
+    rng = np.random.default_rng(5)
+    labels, owners = rng.integers(0, 4, 4000), rng.integers(0, 8, 4000)
+    plain = column(labels, 8, owners)
+    even, skewed = (column(labels, 8, owners, alpha=alpha, seed=3) for alpha in (1e6, 0.1))
+    again = column(labels, 8, owners, alpha=0.1, seed=3)
+    for client, (own, mixed, few) in enumerate(zip(plain, even, skewed, strict=True)):
+        assert set(few) <= set(own)
+        assert set(mixed) <= set(own)
+        assert few.tolist() == sorted(few) == again[client].tolist()
+        have, near, kept = (np.bincount(labels[part], minlength=4) for part in (own, mixed, few))
+        assert np.ptp(near) <= 1, "a large alpha keeps as many of every class"
+        assert near.min() == have.min()
+        assert (kept == have).any(), "one class is kept whole, so that more of this mix cannot be had"
+    largest = [np.bincount(labels[part]).max() / len(part) for part in skewed]
+    assert np.mean(largest) > 0.6
+    other = column(labels, 8, owners, alpha=0.1, seed=4)
+    assert [len(part) for part in other] != [len(part) for part in skewed]
+
+
+def test_a_runs_directory_beside_the_config_is_not_taken_for_its_data(tmp_path: Path) -> None:
+    for name in ("run", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "journal.jsonl").touch()
+    assert resolved_data_name("run", tmp_path) == "run"
+    assert resolved_data_name("data", tmp_path) == str(tmp_path / "data")

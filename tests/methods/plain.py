@@ -23,10 +23,10 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.keys import generator, seed_for
-from fedstill.method import run_round
 from fedstill.models import contract, resnet
 from fedstill.records import State
 from fedstill.registry import register
+from fedstill.rounds import run_round
 from fedstill.topology import sample
 from fedstill.watch import Unwatched
 

@@ -18,8 +18,8 @@ from fedstill.data.examples import Dataset
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.method import run_round
 from fedstill.records import Reply, State
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 
@@ -34,6 +34,7 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     needs = registry.lookup("method", name).build().requires()
     values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine, "clients": toys.TOLERANT}
     values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
+    values |= {"model": toys.on_simplex()} if "etf" in needs else {}
     values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
     topology = registry.lookup("method", name).build().topology
     if topology == "peer_to_peer":
@@ -41,7 +42,10 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
         values["plan"] = {**PLAN, "lr": 0.01, "validation": 0.0, "patience": 0, "keep": "last"}
     if topology == "sequential":
         values["topology"] = {"kind": "parallel", "clients": 6, "sampled": 4}
-    return toys.toy(**{"method": name, **values, **changes})
+    values |= changes
+    if name == "fedgen":  # Adam at the clients' rate would make rounding large
+        values["plan"] = {**values["plan"], "generate": {"lr": 0.001}}
+    return toys.toy(**{"method": name, **values})
 
 
 def rounds(ready: Prepared, count: int = 2) -> Rounds:

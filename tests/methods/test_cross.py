@@ -21,13 +21,26 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
 ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
-SIDE_BY_SIDE_ONLY = {"feddf", "fedbe", "fedavgm", "feddyn", "fednova", "feddc", "fedgkd_vote", "fedrep", "ditto"}
+SIDE_BY_SIDE_ONLY = {
+    "feddf",
+    "fedbe",
+    "fedavgm",
+    "feddyn",
+    "fednova",
+    "feddc",
+    "fedgkd_vote",
+    "fedrep",
+    "ditto",
+    "feddbe",
+}
+SIDE_BY_SIDE_ONLY |= {"fd", "fedproto", "fedtgp", "ccvr", "fedgen"}
 
 
 def experiment(method: object, topology: str) -> Experiment:
     name = method["name"] if isinstance(method, dict) else method
     needs = registry.lookup("method", str(name)).build().requires()
     slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
+    slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
     asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
@@ -84,6 +97,10 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddc", "sequential", "mean drift would move it"),
         ("fedrep", "sequential", "fit their heads first; .* topology.before = 'head'"),
         ("ditto", "sequential", "topology.before = 'personal'"),
+        ("fedgen", "sequential", "topology.server = 'generate'"),
+        ("ccvr", "sequential", "no stage of the server's; set topology.kind = 'parallel'"),
+        ("fedproto", "sequential", "a mean over clients, and in a chain one acts at a time"),
+        ("feddbe", "sequential", "topology.first = 'means'"),
         ("fedgkd_vote", "sequential", "topology.server = 'weigh'"),
         ("feddf", "sequential", "an ensemble needs several"),
         ("fedbe", "sequential", "an ensemble needs several"),

@@ -15,7 +15,7 @@ from fedstill import docstrings, registry
 from fedstill.census import run_census
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.method import run_round
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {

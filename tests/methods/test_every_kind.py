@@ -8,6 +8,7 @@ import pytest
 import stacking
 import torch
 
+import toys
 from double import NEAR, in_double
 from fedstill import registry
 from fedstill.errors import IncompatibleMethod
@@ -28,6 +29,9 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
     """In float64, with warnings as errors: torch warns where a stack would run client after client."""
     method = registry.lookup("method", name).build()
     changes: dict[str, object] = {"model": network or NETWORKS[kind], "plan": {**stacking.PLAN, "epochs": 1}}
+    if "etf" in method.requires():
+        own = NETWORKS[kind]
+        changes["model"] = toys.on_simplex(str(own["name"]), **{k: v for k, v in own.items() if k != "name"})
     if method.topology == "peer_to_peer":
         changes["plan"] = {**stacking.PLAN, "epochs": 1, "validation": 0.0, "patience": 0, "keep": "last"}
     if "public_data" in method.requires():

@@ -32,14 +32,21 @@ STAGES = {
     **{name: (stage,) for name, stage in BY_LOGITS.items()},
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
-SEND_A_PART = ["fedbabu", "fedrep", "lg_fedavg"]
+SEND_A_PART = {
+    **dict.fromkeys(("fedbabu", "fedrep", "fedrod", "lg_fedavg"), "shared"),
+    "feddbe": "mean, shared",
+    "afl": "cross, gram",
+    **dict.fromkeys(("fd", "fedproto", "fedtgp"), "counts, means"),
+}
 """What these send is no model that could be asked about an image: the measure is refused, in one line."""
 NO_SERVER_MODEL = {name for name, stages in STAGES.items() if "fit" in stages} - {"fedavg_once", "pfnm"}
 
 
 @pytest.mark.parametrize("name", SEND_A_PART)
 def test_a_part_of_a_model_is_not_attacked_and_the_refusal_says_so(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"clients of method {name} send neither models nor logits but shared"):
+    with pytest.raises(
+        ConfigError, match=f"clients of method {name} send neither models nor logits but {SEND_A_PART[name]}"
+    ):
         run(toys.toy(name, measure=("leakage",)), None, toys.blobs())
 
 

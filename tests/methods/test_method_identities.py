@@ -165,6 +165,8 @@ TRAFFIC = {
     "fedgkd": ((1, 0), (1, 0)),
     "fedrs": ((1, 0), (1, 0)),
     "fedlmd": ((1, 0), (1, 0)),
+    "fedsam": ((1, 0), (1, 0)),
+    "fedsol": ((1, 0), (1, 0)),
     "feddyn": ((1, 0), (1, 0)),
     "fedavgm": ((1, 0), (1, 0)),
     "fedadkd": ((1, 1), (1, 1)),
@@ -199,7 +201,7 @@ def _sent_later(ready) -> set[str]:
 @pytest.mark.parametrize("name", [n for n in registry.names("method") if not n.startswith("toy_")])
 def test_only_a_method_that_sends_its_model_and_no_more_may_be_summed_in_secret(name: str) -> None:
     model = "toy_slim" if "slim" in registry.lookup("method", name).build().requires() else "logistic"
-    ready = ready_for(name, **{**toys.suited(name), "model": model})
+    ready = ready_for(name, **{"model": model, **toys.suited(name)})
     method, stage = ready.settings.method, ready.settings.topology(1, ready.world)[0]
     sends = set(method.expects(stage.clients[0], stage, ready.world))
     assert not method.permits & {"linear_fold", "central_noise"} or sends == set(Payload(params={}))

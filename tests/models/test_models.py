@@ -59,6 +59,7 @@ OWN = [
         "tiny_transformer",
         "wrapped",
         "low_rank",
+        "etf",
     )  # have tests of their own
 ]
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]

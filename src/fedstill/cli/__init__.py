@@ -7,7 +7,7 @@ import sys
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
-from fedstill.cli import asking, comparisons, deploy, export, matrix, reproduce, single_run, tune
+from fedstill.cli import asking, comparisons, deploy, export, matrix, reproduce, single_run, tune, why
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError
@@ -24,6 +24,7 @@ __all__ = [
     "reproduce",
     "single_run",
     "tune",
+    "why",
 ]
 
 

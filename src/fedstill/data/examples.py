@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -18,7 +20,8 @@ class Dataset:
 
     mean, std: of images, one number a channel, for pixels scaled to [0, 1]; of other numbers, one a column or channel
     where the data set declares them, else none. ``about``: what examples are, and what reading left out. Values may be
-    memory-mapped copies-on-write: changing them changes no file.
+    memory-mapped copies-on-write: changing them changes no file. ``before``: of features of a backbone, what this
+    was given, as ``Inputs.stored`` tells it.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Dataset:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     about: About = IMAGES
+    before: Mapping[str, Any] | None = None
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ class AtClient:
 
     ``start``, ``end``: the model's parameters before and after the client's work. ``by_epoch``: after each local epoch,
     where a measure with ``each_epoch`` asks for them and the client trained on its own data. ``test``: the common test
-    set, None on real sites. ``public``: the public set with its labels, which no method may see.
+    set, None on real sites. ``public``: the public set with its labels, which no method may see. ``sent``: the
+    groups of its reply.
     """
 
     stage: Stage
@@ -35,6 +36,7 @@ class AtClient:
     public: Examples | None
     inputs: Inputs
     classes: int
+    sent: frozenset[str] = frozenset()
 
     @property
     def is_server(self) -> bool:

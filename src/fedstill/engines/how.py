@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,21 @@ class How:
     def lr(self) -> float:
         """The learning rate: of the stage's round, or of ``lr_round``, its number within a task."""
         return self.plan.lr_at(self.stage.round if self.lr_round is None else self.lr_round)
+
+
+def trains_its_own(carry: Carry) -> bool:
+    """Whether what is trained, or on what, is not the site's but the carry's."""
+    return carry.model is not None or carry.examples is not None
+
+
+def as_carried(carry: Carry, view: View, inputs: Inputs) -> tuple[View, Inputs]:
+    """The view and the inputs of training: with the carry's network and examples, where it has its own."""
+    if carry.model is not None:
+        view = replace(view, model=carry.model, validation=None)
+    if carry.examples is None:
+        return view, inputs
+    there = carry.examples.to(str(view.data.values.device))
+    return replace(view, data=there, public=None, validation=None), replace(inputs, steps=())
 
 
 def stage_examples(view: View, stage: Stage) -> Examples:

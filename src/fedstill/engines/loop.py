@@ -3,16 +3,18 @@ parameters out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, scores_count
+from fedstill.engines.how import How, as_carried, scores_count
 from fedstill.engines.lone import LoneClient
+from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
 from fedstill.engines.returned import terms_of
@@ -20,7 +22,7 @@ from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.keys import seed_for
 from fedstill.models import contract
-from fedstill.records import Carry, Plan, Ran, Stage, Tensors, View
+from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
 from fedstill.work import ClientWork
 
 
@@ -53,6 +55,7 @@ def train(
     lr_round: int | None = None,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
+    view, inputs = as_carried(carry, view, inputs)
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
@@ -84,6 +87,8 @@ class _Training:
         self.kept: dict[int, list[Tensors]] = {}
         self.settles = type(work).settle is not ClientWork.settle
         self.adjusts = type(work).adjust is not ClientWork.adjust
+        self.looks = type(work).lookahead is not ClientWork.lookahead
+        self.ascends = type(work).ascend is not ClientWork.ascend
 
     def run(self) -> list[Trained]:
         best, batch = _Best(self.plan), None
@@ -111,14 +116,15 @@ class _Training:
     def step(self, batch: Batch) -> None:
         """One step of every client that still trains; nothing here waits for a number from the device."""
         x, y = self.clients.inputs(batch)
-        where = (batch.index, batch.rows, batch.mask, batch.epoch)
-        terms = self.clients.each(self._objective, self.params, x, y, *where)
-        parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
-        loss = torch.stack(parts).sum()
-        for leaf in self.leaves.values():
-            leaf.grad = None
-        if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+        of = (x, y, batch.index, batch.rows, batch.mask, batch.epoch)
+        params, at = self.params, self.leaves
+        if self.looks:
+            first = partial(self._objective, self.work.ascend) if self.ascends else None
+            params, at = looked_ahead(self.work, self.clients, params, at, first, of)
+        terms = self.clients.each(partial(self._objective, self.work.terms), params, *of)
+        backward(terms, at)
+        for name, leaf in self.leaves.items():
+            leaf.grad = at[name].grad
         if batch.running is None:
             self._move()
         else:
@@ -127,6 +133,7 @@ class _Training:
 
     def _objective(
         self,
+        objective: Callable[[Step, Carry], dict[str, Tensor]],
         carry: Carry,
         params: Tensors,
         x: Tensor,
@@ -137,7 +144,7 @@ class _Training:
         epoch: int,
     ) -> dict[str, Tensor]:
         step = Seen(self.networks, carry, params, x, y, index, rows, mask, epoch)
-        terms = terms_of(self.work, self.work.terms(step, carry), len(y))
+        terms = terms_of(objective, objective(step, carry), len(y))
         return {k: step.mean(v) if v.dim() else v for k, v in terms.items()}
 
     def _move_only(self, running: Tensor) -> None:
@@ -151,7 +158,7 @@ class _Training:
 
     def _move(self) -> None:
         if self.adjusts:
-            grads = self.clients.each(lambda carry, g: self.work.adjust(g, carry), self._grads())
+            grads = self.clients.each(lambda carry, g: self.work.adjust(g, carry), gradients(self.leaves))
             for name, leaf in self.leaves.items():
                 leaf.grad = grads[name].to(leaf.dtype)
         if self.plan.clip_norm > 0:
@@ -159,7 +166,7 @@ class _Training:
         if not self.settles:
             self.optimiser.step()
             return
-        before, grads = trees.clone(self.leaves), self._grads()
+        before, grads = trees.clone(self.leaves), gradients(self.leaves)
         self.optimiser.step()
         with torch.no_grad():
             after, self.trace = self.clients.each(
@@ -171,9 +178,6 @@ class _Training:
             )
             for name, leaf in self.leaves.items():
                 leaf.copy_(after[name])
-
-    def _grads(self) -> dict[str, Tensor]:
-        return {k: torch.zeros_like(v) if v.grad is None else v.grad.detach().clone() for k, v in self.leaves.items()}
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,18 +17,18 @@ def carry_of(work: ClientWork, given: object) -> Carry:
     return returned(given, Carry, work.begin, "a Carry")
 
 
-def terms_of(work: ClientWork, given: object, batch: int) -> Mapping[str, Tensor]:
-    """What ``terms`` gave for a batch; raises BadReturn unless it is named tensors, (B,) or () each."""
+def terms_of(said: Callable[..., object], given: object, batch: int) -> Mapping[str, Tensor]:
+    """What ``terms`` or ``ascend`` gave for a batch; raises BadReturn unless it is named tensors, (B,) or () each."""
     if not isinstance(given, Mapping):
-        raise bad_return(work.terms, f"gives {of_kind(given)}, not a dict of tensors by name")
+        raise bad_return(said, f"gives {of_kind(given)}, not a dict of tensors by name")
     if not given:
-        raise bad_return(work.terms, "gives no terms, so there is nothing to train")
+        raise bad_return(said, "gives no terms, so there is nothing to train")
     for name, value in given.items():
         if not isinstance(value, Tensor):
-            raise bad_return(work.terms, f"gives {of_kind(value)} as {name!r}, not a tensor")
+            raise bad_return(said, f"gives {of_kind(value)} as {name!r}, not a tensor")
         if value.shape not in ((), (batch,)):
             raise bad_return(
-                work.terms, f"gives {name!r} of shape {tuple(value.shape)}, not ({batch},), a value an example, or ()"
+                said, f"gives {name!r} of shape {tuple(value.shape)}, not ({batch},), a value an example, or ()"
             )
     return given
 

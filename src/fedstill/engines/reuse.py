@@ -103,7 +103,7 @@ def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: 
     }
     sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())
     sum_.update(encode(sent))
-    for examples in (view.data, view.validation, view.public):
+    for examples in (view.data, view.validation, view.public, view.test):
         sum_.update(examples_digest(examples).encode() if examples is not None else b"none")
     return sum_.hexdigest()
 

@@ -168,7 +168,7 @@ class SerialEngine:
             return None, 0.0
         start = time.perf_counter()
         view, inputs = begun.view, self.sites.inputs
-        by_epoch = self.measures.each_epoch(stage)
+        by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
         within = self.world.stream.within(stage.round)
         trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within)
         return trained, time.perf_counter() - start
@@ -190,16 +190,26 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        metrics |= self._measure(stage, view, carry.params, params, trained.by_epoch if trained else ())
+        if carry.model is None:
+            by_epoch = [work.answer(each) for each in trained.by_epoch] if trained else []
+            first, last = (work.answer(each) if each else each for each in (carry.params, params))
+            metrics |= self._measure(stage, view, first, last, by_epoch, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(
-        self, stage: Stage, view: View, start: Tensors, params: Tensors, by_epoch: Sequence[Tensors]
+        self,
+        stage: Stage,
+        view: View,
+        start: Tensors,
+        params: Tensors,
+        by_epoch: Sequence[Tensors],
+        sent: frozenset[str],
     ) -> dict[str, object]:
         """What this client measures: as the measures say, and at a real site on its own test set."""
         sites, classes = self.sites, self.world.classes
-        seen = AtClient(stage, view, start, params, by_epoch, sites.common_test, sites.public, sites.inputs, classes)
+        common = (sites.common_test, sites.public, sites.inputs, classes)
+        seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
         if not params:
             return {}
         taken = self.measures.take(seen) if self.measures.due(stage) else {}

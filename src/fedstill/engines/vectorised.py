@@ -14,7 +14,7 @@ from torch import nn
 
 from fedstill.engines.cores import torch_threads
 from fedstill.engines.footprint import activations
-from fedstill.engines.how import How, scores_count, stage_examples
+from fedstill.engines.how import How, scores_count, stage_examples, trains_its_own
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun
@@ -126,7 +126,8 @@ class VectorisedEngine(PooledEngine):
             except Exception as error:
                 (replies[client],) = self._failed(work, how.stage, [client], error)
                 continue
-            trains = begun.carry.params and len(stage_examples(begun.view, how.stage))
+            own = trains_its_own(begun.carry)
+            trains = not own and begun.carry.params and len(stage_examples(begun.view, how.stage))
             fits_on = structures.of(begun.carry, begun.view) if trains else client
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():

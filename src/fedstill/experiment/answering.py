@@ -24,13 +24,13 @@ from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.fields import as_table
 from fedstill.fitting import FIT, probed
-from fedstill.method import run_round
 from fedstill.methods.qkt import QKT
 from fedstill.metrics import class_accuracy
 from fedstill.models.contract import predictor
 from fedstill.models.model_files import read_model
 from fedstill.queries import Why
 from fedstill.records import ModelSpec, Payload, State, Tensors, many
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
 

@@ -21,10 +21,11 @@ from fedstill.experiment.preparing.querying import rule_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.files import digest
 from fedstill.fitting import FIT, why_asked
-from fedstill.method import Method, run_round
+from fedstill.method import Method
 from fedstill.models.model_files import read_model
 from fedstill.queries import Why, picked
 from fedstill.records import Examples, Payload, Stage, State, Tensors, many
+from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
 

@@ -73,7 +73,7 @@ class QKT(NaiveKD):
     query_weight: Positive = 1.5
     """Weight of the classes asked for, where the client's other classes have 1 (lambda)."""
     threshold: Share = 0.01
-    """Mean softmax on noise from which on a peer counts as knowing a class; all pass 0.01 where there are no images."""
+    """Mean softmax on noise from which on a peer knows a class. 0.01 suits images only: on other data all pass it."""
     samples: Count = 20
     """Examples of noise on which the peers' models are probed."""
     teachers: Literal["filtered", "all"] = "filtered"

@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
 from fedstill.model_spec import as_pairs
+from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
 from fedstill.models.held_entries import moving, put_in
 from fedstill.models.layer_chain import with_widths
@@ -42,7 +43,8 @@ def build(spec: ModelSpec) -> nn.Module:
     """
     refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
     made = built(spec.name, spec, dict(spec.fields))
-    return put_in(with_widths(made, spec.widths) if spec.widths else made, spec)
+    made = with_widths(made, spec.widths) if spec.widths else made
+    return put_in(with_additions(made, spec) if spec.adds else made, spec)
 
 
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
@@ -115,10 +117,15 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 
 
 def capabilities(spec: ModelSpec) -> set[str]:
-    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one."""
+    """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one.
+
+    "etf": its head is a fixed simplex.
+    """
     m = module(spec)
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
-    return ({"features", "head"} if split else set()) | ({"slim"} if split and _slimmable(m) else set())
+    known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
+    known["etf"] = split and getattr(m.head, "simplex", False) is True
+    return {name for name, there in known.items() if there}
 
 
 def draws_random_numbers(spec: ModelSpec) -> bool:

@@ -60,6 +60,8 @@ def _spec(path: Path, note: str) -> ModelSpec:
         told = json.loads(note)
         fields = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in told["fields"])
         shape, widths = tuple(told["input_shape"]), tuple(told.get("widths", ()))
-        return ModelSpec(told["name"], shape, int(told["classes"]), fields, widths, int(told.get("vocabulary", 0)))
+        adds = tuple(told.get("adds", ()))
+        vocabulary = int(told.get("vocabulary", 0))
+        return ModelSpec(told["name"], shape, int(told["classes"]), fields, widths, vocabulary, adds=adds)
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptFile(f"{path} names its network in a way that cannot be read: {error}") from error

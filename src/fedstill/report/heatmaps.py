@@ -71,7 +71,7 @@ def class_map(
         "hoverongaps": False,
         "hovertemplate": f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
     }
-    about: dict[str, Any] = {} if rows else {"annotations": [_absent(absent)]}
+    about: dict[str, Any] = {} if rows else {"annotations": [absent_note(absent)]}
     axes = layout(
         height=height_of(len(names)),
         showlegend=False,
@@ -92,7 +92,8 @@ def height_of(classes: int) -> int:
     return 80 + max(160, min(720, 22 * classes))
 
 
-def _absent(text: str) -> dict[str, Any]:
+def absent_note(text: str) -> dict[str, Any]:
+    """What a figure says where there is nothing to draw."""
     return {"text": text, "showarrow": False, "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5}
 
 

@@ -78,6 +78,16 @@ def choice(name: str, label: str, options: Sequence[str]) -> Html | None:
     )
 
 
+def slider(name: str, label: str, options: Sequence[str]) -> Html | None:
+    """A slider over the figures of this name, in the order of the options; None if there is nothing to choose."""
+    if len(options) < 2:
+        return None
+    said = escape(json.dumps(list(options)))
+    move = f'<input type="range" min="0" max="{len(options) - 1}" value="0" data-controls="{escape(name)}"'
+    shown = f"<output>{escape(options[0])}</output>"
+    return Html(f'<p class="choice"><label>{escape(label)} {move} data-options="{said}"></label> {shown}</p>')
+
+
 def figure(variants: Sequence[Figure], says: str, title: Cell = "", name: str = "") -> Html:
     """A figure with one or more variants, of which a selector of this ``name`` shows one.
 

@@ -15,6 +15,7 @@ from fedstill.report import sections
 from fedstill.report.asked import asked, noise_probes
 from fedstill.report.chain_hops import chain
 from fedstill.report.clients import clients
+from fedstill.report.contributors import contributors
 from fedstill.report.data_split import split_section
 from fedstill.report.decision_planes import boundaries
 from fedstill.report.features import sphere, tsne, units
@@ -71,6 +72,7 @@ def page(compared: Sequence[Group]) -> str:
         heterogeneity(compared),
         sensitivity(compared),
         sections.class_maps(compared, style),
+        contributors(compared, style),
         data_section(compared),
         split_section(compared),
         noise_probes(compared),

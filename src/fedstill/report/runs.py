@@ -19,6 +19,7 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
+from fedstill.experiment.why.falls import with_later_looks
 from fedstill.report.checks import check_events, check_looks, check_resumed, checked_ends
 
 CONFIG, JOURNAL, SUMMARY = "config.toml", "journal.jsonl", "summary.json"
@@ -154,7 +155,7 @@ def read_run(folder: Path) -> Run:
         by_name["client"],
         (folder / SUMMARY).is_file(),
         path.stat().st_mtime,
-        by_name["measure"],
+        with_later_looks(folder, by_name["measure"]),
         by_name.get("resumed", []),
         label_counts_of(split, start),
         networks_of(split, start),

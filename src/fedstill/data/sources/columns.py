@@ -37,13 +37,14 @@ SPLIT_NAMES = {
 class Columns:
     """What to read: the columns by name (None: find them), and the side to resize images to (None: as they are).
 
-    ``form``: what examples are made of, if they are no images.
+    ``form``: what examples are made of, if they are no images. ``known``: of a data set whose checksums are known.
     """
 
     image: str | None = None
     label: str | None = None
     size: int | None = None
     form: Form = FOUND
+    known: bool = False
 
 
 class Table(Protocol):

@@ -31,7 +31,7 @@ class Decoded:
 
     Values are images (N, C, H, W) uint8, numbers (N, …) float32, or token ids (N, L) int64. ``owners``: by split, the
     number (N,) of each example's owner, where the data say whose it is. ``read``: by split, the SHA-256 of inputs and
-    labels as they were read, before anything was left out or encoded; of images none.
+    labels as they were read, before anything was left out or encoded; of known tables, series and texts only.
     """
 
     splits: Mapping[str, Arrays]

@@ -15,11 +15,15 @@ from fedstill.errors import DataError
 
 @dataclass(frozen=True)
 class InputColumns:
-    """Which columns to read, and as what: the form with its kind told, the label, the class names of the file."""
+    """Which columns to read, and as what: the form with its kind told, the label, the class names of the file.
+
+    ``known``: whether there are checksums to compare with.
+    """
 
     form: Form
     label: str
     classes: tuple[str, ...] | None
+    known: bool = False
 
     @property
     def values(self) -> list[str]:
@@ -57,7 +61,7 @@ def input_columns(what: str, schema: pa.Schema, columns: Columns) -> InputColumn
             f"{what}: column {strange[0]!r} holds {str(rest[strange[0]])[:60]}, not numbers; name it in "
             "data.categorical if its values are names, or leave it out of data.columns"
         )
-    return InputColumns(form, label, classes)
+    return InputColumns(form, label, classes, columns.known)
 
 
 def _with_kind(what: str, form: Form, rest: Mapping[str, pa.DataType], named: set[str]) -> Form:

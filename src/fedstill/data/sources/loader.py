@@ -160,7 +160,7 @@ def _columns(
             f"dataset {name!r}: size = {size!r} is not a whole number from 1 to 4096; leave it out or give one"
         )
     form = replace(known.form if known else Form(), **{k: v for k, v in others.items() if k in FORM})
-    return Columns(image_column, label_column, size, form)
+    return Columns(image_column, label_column, size, form, known is not None and bool(known.sums))
 
 
 def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:

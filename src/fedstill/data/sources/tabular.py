@@ -46,7 +46,7 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     data = with_ids(what, raw, inputs.classes)
     return replace(
         data,
-        read={} if form.kind == "series" and form.length else {s: _sums(t, inputs) for s, t in tables.items()},
+        read={s: _sums(t, inputs) for s, t in tables.items()} if inputs.known and not form.length else {},
         owners={split: own[keep[split]] for split, own in codes.items()},
         about=replace(about, notes=(*about.notes, *notes)),
     )

@@ -20,9 +20,10 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
 
 
 def resolved_data_name(name: str, base: Path | None) -> str:
-    """A data set's name, or the absolute path if it is a file or a folder."""
+    """A data set's name, or the absolute path if it is a file or a folder; a run's directory is none."""
     if name in registry.names("dataset"):
         return name
     path, colon, attribute = name.partition(":")
     place = whole_path(path, base, "data.name")
-    return str(place) + colon + attribute if place.exists() else name
+    is_run = (place / "journal.jsonl").is_file()
+    return str(place) + colon + attribute if place.exists() and not is_run else name

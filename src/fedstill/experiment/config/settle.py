@@ -29,6 +29,7 @@ from fedstill.fields import Count, as_table, checked, fields_of_record, read_rec
 from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
+from fedstill.ridge import NO_TRAINING, RIDGE
 from fedstill.topology import CountedAnew, Topology
 from fedstill.wire.privacy import Privacy
 
@@ -89,13 +90,12 @@ def _settled(experiment: Experiment) -> Settings:
 
 def _top(experiment: Experiment) -> TopKeys:
     top = read_record(TopKeys, {f.name: getattr(experiment, f.name) for f in fields(TopKeys)}, "")
-    base, start = experiment.base, top.start_from
+    base, own = experiment.base, {"threads": _threads(top.threads), "device": _device(top.device)}
     top = replace(
         top,
-        threads=_threads(top.threads),
-        device=_device(top.device),
+        **own,
         measure=tuple(resolved_name("measure", name, base) for name in top.measure),
-        start_from=str(whole_path(start, base, "start_from")) if start else "",
+        start_from=str(whole_path(top.start_from, base, "start_from")) if top.start_from else "",
     )
     check_precision(top.precision, top.device)
     measures(top.measure)
@@ -172,12 +172,13 @@ def _number_of_clients(experiment: Experiment) -> int:
 
 
 def _topology(named: Named, method: Method, stream: StreamTable) -> Topology:
-    topology: Topology = named.build()
-    return CountedAnew(topology) if stream.tasks > 1 and "label_counts" in method.requires() else topology
+    made: Topology = named.build()
+    return CountedAnew(made) if stream.tasks > 1 and "label_counts" in method.requires() else made
 
 
 def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
+    plans |= {RIDGE: NO_TRAINING} if topology.values.get("last") == RIDGE else {}
     for name, value in table.items():
         if isinstance(value, Mapping) and name not in plans:
             raise UnknownName("stage", name, plans, where="plan")

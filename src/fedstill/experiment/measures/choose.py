@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fedstill import registry
+from fedstill.anywhere import acting
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.measures.base import Measure, SaysLogits
 from fedstill.method import Method
@@ -119,7 +120,7 @@ def _no_uploads(setting: MeasuredRun) -> str:
 def _sent(stage: Stage, setting: MeasuredRun) -> set[str]:
     """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return set() if client == SERVER else set(setting.method.expects(client, stage, setting.world))
+    return set() if client == SERVER else set(acting(setting.method, stage).expects(client, stage, setting.world))
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:

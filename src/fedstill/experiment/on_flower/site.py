@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
+from fedstill.anywhere import acting
 from fedstill.census import census_stage
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.desk import Desk
@@ -32,7 +33,6 @@ from fedstill.experiment.preparing.sharing import Shared
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
-from fedstill.method import acting
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork

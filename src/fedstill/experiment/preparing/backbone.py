@@ -15,14 +15,14 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.data.cache_folder import cache_folder
 from fedstill.data.examples import Dataset, examples_digest
 from fedstill.data.form import About
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import ModelPasses
-from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import seal, start_of
 from fedstill.models import contract
@@ -41,7 +41,7 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
     if asked is None:
         return dataset
     _refuse(settings, dataset)
-    spec, place = _network(dataset, asked)
+    spec, place = _network(asked, dataset.input_shape, len(dataset.classes), dataset.vocabulary)
     params = _params(spec, place)
     passes = ModelPasses(spec, Inputs(dataset.mean, dataset.std, (), dataset.about))
 
@@ -57,7 +57,22 @@ def as_features(settings: Settings, dataset: Dataset) -> Dataset:
         mean=(),
         std=(),
         about=About("vector", owners=dataset.about.owners, notes=(*dataset.about.notes, note)),
+        before=passes.inputs.stored(dataset.train.values),
     )
+
+
+def body_of(asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int, sha: str) -> nn.Module:
+    """The body of ``data.features_of``: inputs (N, *shape) -> features (N, D), in evaluation mode.
+
+    sha: the seal that the run noted of its file. Raises ConfigError where the file is not here, CorruptFile where it
+    holds another model.
+    """
+    spec, place = _network(asked, shape, classes, vocabulary)
+    if not Path(place).exists():
+        raise ConfigError(f"the run's examples are features of {place}, which is not here; put it back")
+    if seal(place) != sha:
+        raise CorruptFile(f"{place} holds another model than when the run was started, whose features its head takes")
+    return contract.predictor(spec, _params(spec, place)).as_module().get_submodule("body")
 
 
 def _refuse(settings: Settings, dataset: Dataset) -> None:
@@ -78,10 +93,9 @@ def _refuse(settings: Settings, dataset: Dataset) -> None:
         )
 
 
-def _network(dataset: Dataset, asked: Mapping[str, Any]) -> tuple[ModelSpec, str]:
+def _network(asked: Mapping[str, Any], shape: tuple[int, ...], classes: int, vocabulary: int) -> tuple[ModelSpec, str]:
     fields = {key: value for key, value in asked.items() if key not in ("name", "file")}
-    classes = len(dataset.classes)
-    return contract.spec_for(asked["name"], dataset.input_shape, classes, fields, dataset.vocabulary), asked["file"]
+    return contract.spec_for(asked["name"], shape, classes, fields, vocabulary), asked["file"]
 
 
 def _params(spec: ModelSpec, place: str) -> Mapping[str, Tensor]:

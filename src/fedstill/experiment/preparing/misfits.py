@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import torch
 
+from fedstill.anywhere import ANYWHERE
 from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
@@ -12,15 +15,15 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
-from fedstill.fitting import FIT
 from fedstill.method import Method
 from fedstill.models import contract
-from fedstill.records import SERVER, ModelSpec
-from fedstill.topology import CENSUS
+from fedstill.records import SERVER, ModelSpec, Stage
+from fedstill.ridge import RIDGE, no_linear_head
 
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
     "head": ("head", "give it submodules body and head"),
+    "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""
@@ -41,7 +44,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    unknown = sorted({s.name for s in schedule} - method.stages - {FIT, CENSUS})
+    unknown = sorted({s.name for s in schedule} - method.stages - ANYWHERE.keys())
     if unknown:
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
@@ -50,7 +53,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
-    models = {world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1)))}
+    models = dict.fromkeys(world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1))))
     for spec in models:
         _check_runs(spec, sites)
         missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
@@ -64,6 +67,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         )
     if "same_features" in method.requires():
         _check_widths(name, models)
+    _check_ridge(name, method, world, schedule)
     refuse_unraised(settings, world, sites, schedule)
     if "queries" in method.requires() and not world.queries and world.asking is None:
         raise IncompatibleMethod(
@@ -83,11 +87,25 @@ def _asked_of_models(method: Method) -> frozenset[str]:
     return own | {"features"} if "same_features" in own else own
 
 
-def _check_widths(name: str, models: set[ModelSpec]) -> None:
+def _check_widths(name: str, models: Collection[ModelSpec]) -> None:
     widths = {contract.width(spec): str(spec) for spec in sorted(models, key=str)}
     if len(widths) > 1:
         each = ", ".join(f"{spec} {width}" for width, spec in sorted(widths.items()))
         raise IncompatibleMethod(f"method {name} needs models with the same number of features, and they have: {each}")
+
+
+def _check_ridge(name: str, method: Method, world: RunWorld, schedule: Sequence[Stage]) -> None:
+    """Where the stage ``ridge`` follows a method: whether its global model can get a last layer so."""
+    if RIDGE not in {s.name for s in schedule} - method.stages:
+        return
+    if "same_shapes" not in method.requires() or method.personal:
+        why = "its clients have models of their own; leave it out, or choose a method with a global model"
+    elif "head" not in contract.capabilities(world.model(SERVER)):
+        why = f"it needs a model with a head, and {world.model(SERVER).label} has none: give it body and head"
+    else:
+        why = no_linear_head(world)
+    if why:
+        raise IncompatibleMethod(f"topology.last = {RIDGE!r} with method {name}: {why}")
 
 
 def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str]) -> None:

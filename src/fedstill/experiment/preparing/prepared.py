@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from fedstill.anywhere import ONLY_FIT
 from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.dealt_out import DealtOut
 from fedstill.data.examples import Dataset
@@ -36,7 +37,6 @@ from fedstill.experiment.preparing.standardising import PLAIN, Standard
 from fedstill.experiment.preparing.task_split import stream_of, task_data
 from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
-from fedstill.method import ONLY_FIT
 from fedstill.records import Examples
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from fedstill.anywhere import acting
 from fedstill.data.arrival import Arrival
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.fitting import FIT, Fit
-from fedstill.method import acting
 from fedstill.queries import Asking, Queries, Standing, Why, check_queries, check_unseen, drawn, offers, reasons
 from fedstill.records import SERVER, Stage
 

@@ -12,6 +12,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.start_weights import Start, start_of
 from fedstill.keys import seed_for
 from fedstill.models import contract
+from fedstill.models.additions import ADDED
 from fedstill.models.held_entries import hold, matches
 from fedstill.queries import Asking
 from fedstill.records import SERVER, ModelSpec, Plan, Tensors
@@ -71,7 +72,7 @@ def world_of(settings: Settings, shape: tuple[int, ...], classes: int, public: i
     model = settings.named.model
 
     def spec_of(name: str, fields: Mapping[str, Any]) -> ModelSpec:
-        return contract.spec_for(name, shape, classes, fields, vocabulary)
+        return replace(contract.spec_for(name, shape, classes, fields, vocabulary), adds=settings.method.adds)
 
     server = spec_of(model.name, dict(model.values))
     networks = assigned(settings.of_clients.models, settings.clients)
@@ -96,6 +97,7 @@ def started(settings: Settings, world: RunWorld) -> RunWorld:
 
 def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunWorld:
     """The world in whose architecture only the entries that are named are trained and sent."""
+    train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
     if not named or not others:

@@ -139,8 +139,9 @@ def _own_tests(
     if own == "column":
         if rules.get("pool") or tests.owners is None:
             raise ConfigError("partition.own_test = 'column' needs a test split with that column; give a share instead")
-        of = {c: (tests.owners == k).nonzero().flatten() for c, k in enumerate(owners)}
-        return {c: tests.take(rows) for c, rows in of.items() if len(rows)}, parts
+        codes = tests.owners.numpy()
+        by_owner = FlatParts.dealt(np.arange(len(codes)), codes, max([*owners, *codes.tolist()]) + 1).tensors()
+        return {c: tests.take(by_owner[k]) for c, k in enumerate(owners) if len(by_owner[k])}, parts
     kept, held = list[NDArray[np.int64]](), dict[int, Examples]()
     for client, part in enumerate(parts):
         count = min(max(1, round(float(own) * len(part))), len(part) - 1)

@@ -5,7 +5,7 @@ Only training examples count, never test ones; a value that is missing counts fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.examples import Dataset
+from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.moments import Moments, moments
@@ -69,11 +70,14 @@ class Standard:
         if self.by_client is None:
             return self.of(examples)
         values = examples.values.clone()
-        each = parts.items() if isinstance(parts, Mapping) else enumerate(parts)
-        for client, part in each:
+        for client, part in _by_client(parts):
             own = self.by_client[client]
             values[part] = _scaled(values[part], own.mean, own.std)
         return replace(examples, values=values.nan_to_num(0.0))
+
+
+def _by_client(parts: Parts) -> Iterable[tuple[int, Tensor]]:
+    return parts.items() if isinstance(parts, Mapping) else enumerate(parts)
 
 
 def by_moments(examples: Examples, own: Moments) -> Examples:
@@ -127,14 +131,14 @@ def _taken(
         if public is None:
             raise ConfigError("data.standardise = 'server' needs a public set: set data.public")
         return _said(origin, moments(public.values, fixed), dataset)
-    each = dict(parts.items() if isinstance(parts, Mapping) else enumerate(parts))
     if origin == "pooled":
-        return _said(origin, moments(train.values[torch.cat(list(each.values()))], fixed), dataset)
+        every = parts.order if isinstance(parts, FlatParts) else torch.cat([own for _, own in _by_client(parts)])
+        return _said(origin, moments(train.values[every], fixed), dataset)
     if origin == "summed":
         work = sums_work(settings, dataset.about, dataset.input_shape)
-        sent = [_sums_sent(settings, work, client, train.values[part]) for client, part in each.items()]
+        sent = [_sums_sent(settings, work, client, train.values[part]) for client, part in _by_client(parts)]
         return _said(origin, work.moments(sent), dataset)
-    own = {client: moments(train.values[part], fixed) for client, part in each.items()}
+    own = {client: moments(train.values[part], fixed) for client, part in _by_client(parts)}
     return Standard("own", by_client=own, notes=(_whose("own", dataset),))
 
 

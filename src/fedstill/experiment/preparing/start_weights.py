@@ -16,6 +16,7 @@ from torch import Tensor
 from fedstill.errors import ConfigError, CorruptFile, on_one_line
 from fedstill.files import digest
 from fedstill.models import contract
+from fedstill.models.additions import is_added
 from fedstill.records import ModelSpec, Tensors
 
 FINAL = "model.safetensors"
@@ -67,10 +68,12 @@ def start_of(place: str, spec: ModelSpec, drawn: Callable[[], Tensors], partial:
     """The parameters of an architecture that a run starts from.
 
     ``partial``: entries of the file that fit by name, shape and type are taken, the others are those of ``drawn``.
+    What a method adds to the network may be missing.
     Raises ConfigError for a model of another architecture, or a file of which nothing fits; CorruptFile for a file
     that is damaged.
     """
-    stored, wanted = _stored(file_of(place)), contract.initial(spec, 0)
+    wanted = contract.initial(spec, 0)
+    stored = {**{n: v for n, v in wanted.items() if is_added(spec, n)}, **_stored(file_of(place))}
     apart = [n for n in sorted({*stored, *wanted}) if _shape(stored.get(n)) != _shape(wanted.get(n))]
     if not apart:
         return Start({name: stored[name] for name in wanted})

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fedstill.experiment.preparing.moments import Moments, Sums, moments_of, sums_of
-from fedstill.method import Engine
 from fedstill.records import NOTHING, Carry, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.rounds import Engine
 from fedstill.verdicts import demand_quorum
 from fedstill.watch import Watch, replies_of, told
 from fedstill.wire.screen import Refusal, Rules, screen

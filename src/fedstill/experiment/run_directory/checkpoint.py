@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,13 @@ class Checkpoints:
     """The checkpoints of one run, all made under one configuration (``config``: its SHA-256).
 
     ``memory``: the folder of the memory files that they name; they are read and compared too, if it is given.
+    ``every``: those after every so many rounds are kept, beside the last ones; 0: none.
     """
 
     folder: Path
     config: str
     memory: Path | None = None
+    every: int = 0
     _sound: set[str] = field(default_factory=set, compare=False, repr=False)  # objects written or read whole here
 
     @property
@@ -90,6 +93,14 @@ class Checkpoints:
                 problems.append(str(error))
         if problems:
             raise CorruptFile(f"no whole checkpoint is left in {self.folder}: {problems[0]}")
+        return None
+
+    def before(self, round: int) -> Restored | None:
+        """The last whole checkpoint before a round's first stage or earlier; None if there is none."""
+        for name in self._names():
+            if name <= _name(round, 0):
+                with suppress(CorruptFile):
+                    return self._load(name)
         return None
 
     def _names(self) -> list[str]:
@@ -166,17 +177,24 @@ class Checkpoints:
         names = sorted(p.name for p in self.folder.glob("*.json") if p.name <= newest)
         needed: set[str] = set()
         memory: set[str] = set()
-        for name in names[-CHECKPOINTS_KEPT:]:
+        kept = {*names[-CHECKPOINTS_KEPT:], *self._staying(names)}
+        for name in sorted(kept):
             for manifest in self._whole(name):
                 needed.update(manifest["groups"].values())
                 memory.update(file for file, _ in manifest["memory"].values())
-        for name in names[:-CHECKPOINTS_KEPT]:
-            remove(self.folder / name)
+        for name in names:
+            if name not in kept:
+                remove(self.folder / name)
         for path in self.objects.glob("*.safetensors"):
             if path.stem not in needed:
                 remove(path)
                 self._sound.discard(path.stem)
         return sorted(memory)
+
+    def _staying(self, names: Sequence[str]) -> list[str]:
+        """The last ones of every so many rounds."""
+        by_round = {int(name.partition("-")[0]): name for name in names}
+        return [name for round, name in by_round.items() if self.every and round % self.every == 0]
 
     def _whole(self, name: str) -> Iterator[dict[str, Any]]:
         try:

@@ -26,6 +26,8 @@ def told_of_data(
         "test_counts": test_counts,
         **asked,
     }
+    if data.before is not None:
+        told["backbone_inputs"] = data.before
     if not split and len(set(networks)) > 1:
         told["models"] = [spec.label for spec in networks]
     if 0 < len(names) <= MOST_NAMES:

@@ -31,9 +31,9 @@ from fedstill.experiment.running.provenance import check_sources, note_versions,
 from fedstill.experiment.running.task_ends import summed_up
 from fedstill.experiment.tracking.tracking import Named, Tracking
 from fedstill.files import digest, write_whole
-from fedstill.method import run_round
 from fedstill.origin import returned
 from fedstill.records import Payload, Reply, Stage, State
+from fedstill.rounds import run_round
 from fedstill.verdicts import part, within
 from fedstill.wire.screen import Refusal
 
@@ -70,7 +70,9 @@ class Driver:
         if isinstance(self.engine, SerialEngine):
             stops = self.debug or settings.rules.failures == "stop"
             self.engine = replace(self.engine, stops=stops)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", config, memory if local else None)
+        self.checkpoints = Checkpoints(
+            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every
+        )
         self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
         self.before: State | None = None

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedstill.anywhere import acting
 from fedstill.census import census_stage
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.method import Method, acting
+from fedstill.method import Method
 from fedstill.records import SERVER, Payload, Stage, World
 from fedstill.wire.privacy import GROUP, Privacy, rows_of
 

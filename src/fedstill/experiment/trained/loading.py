@@ -11,13 +11,14 @@ from typing import Any
 
 import safetensors.torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.preparing.backbone import body_of
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.start_weights import FINAL
 from fedstill.experiment.run_directory import journal as journals
@@ -26,7 +27,7 @@ from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.evidence import SUFFIX, readable
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.provenance import sources
-from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of
+from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of, stored_inputs
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
 from fedstill.files import digest
 from fedstill.methods.local_only import answered, fitted
@@ -53,7 +54,8 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
     earlier version began and did not write down what normalises the images.
     Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's test set, in
     batches of 100, it has the accuracy that the run printed. Where each client standardised its own columns, it takes
-    raw numbers with ``client``, and without it numbers that are standardised. The data are not read. Raises ConfigError
+    raw numbers with ``client``, and without it numbers that are standardised. With ``data.features_of`` it takes what
+    the backbone took, which is inside. The data are not read. Raises ConfigError
     for a directory without models, for a pack, for a client without a model, and where a client must be named;
     CorruptFile for a file that is damaged.
     """
@@ -77,8 +79,22 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
         **({"standardised": inputs.standardise} if inputs.standardise else {}),
         **{k: start[0][k] for k in VERSIONS if k in start[0]},
     }
-    made = (network_of(predict), start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
+    network = network_of(predict)
+    if settings.data.features_of is not None:
+        inputs, body = _backbone(folder, settings, start[0])
+        about["network"] = f"{about['network']} on the features of {settings.data.features_of['name']}"
+        network = nn.Sequential(body, network)
+    made = (network, start[0]["classes"], inputs.shape, inputs.mean, inputs.std, about)
     return TrainedModel(*made, inputs.type, inputs.about)
+
+
+def _backbone(folder: Path, settings: Settings, start: Mapping[str, Any]) -> tuple[StoredInputs, nn.Module]:
+    """What the backbone of ``data.features_of`` takes, and its body."""
+    if "backbone_inputs" not in start:
+        raise ConfigError(f"{folder} was begun by a version that did not store what its backbone takes; run it again")
+    inputs = stored_inputs(folder, start["backbone_inputs"])
+    given = (inputs.shape, len(start["classes"]), inputs.about.vocabulary, start["features_of"])
+    return inputs, body_of(settings.data.features_of or {}, *given)
 
 
 @dataclass(frozen=True)
@@ -147,7 +163,8 @@ def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], 
     own = own or _remembered(run, client).get("params")
     if own is None:
         raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
-    return f"client {client}", predictor(world.model(client), own)
+    after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
+    return f"client {client}", predictor(world.model(client), method.work(after[-1]).answer(own) if after else own)
 
 
 def _remembered(run: _Trained, client: int) -> Payload:

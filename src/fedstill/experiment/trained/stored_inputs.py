@@ -51,7 +51,7 @@ def inputs_of(
     CorruptFile for a malformed event.
     """
     if (stored := start.get("inputs")) is not None:
-        return _stored(folder, stored, client)
+        return stored_inputs(folder, stored, client)
     if data is None and (known := _known(settings)) is not None:
         own = settings.data
         mean, std = (_each(v, u, known.shape[0]) for v, u in ((own.mean, known.mean), (own.std, known.std)))
@@ -67,7 +67,8 @@ def inputs_of(
     return StoredInputs(dataset.input_shape, dataset.mean, dataset.std, kind, dataset.about)
 
 
-def _stored(folder: Path, stored: Any, client: int | None) -> StoredInputs:
+def stored_inputs(folder: Path, stored: Any, client: int | None = None) -> StoredInputs:
+    """The field of an event ``start`` that ``Inputs.stored`` made; raises CorruptFile where it is malformed."""
     try:
         shape = tuple(int(n) for n in stored["shape"])
         about = about_of({k: stored[k] for k in ENCODING if k in stored})

@@ -51,8 +51,11 @@
   }
 
   function listen() {
-    for (const select of document.querySelectorAll("select[data-controls]")) {
-      select.addEventListener("change", () => {
+    for (const select of document.querySelectorAll("[data-controls]")) {
+      select.addEventListener("input", () => {
+        if (select.dataset.options) {
+          select.closest("p").querySelector("output").textContent = JSON.parse(select.dataset.options)[select.value];
+        }
         for (const plot of plots.filter((p) => p.box.dataset.name === select.dataset.controls)) {
           plot.shown = Number(select.value);
           draw(plot);

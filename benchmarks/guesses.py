@@ -1,0 +1,54 @@
+"""Whom several rules name first when a class falls: the measure of ``benchmarks.culprits``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.contribution_game import StageGame
+from fedstill.experiment.measures.contributions import Contributions
+from fedstill.trees import floats, norm, sub
+
+OF, FALL = 7, 0.10
+"""The class, and from which fall on a round counts."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Who is planted in the runs to come."""
+
+    client: ClassVar[int] = 0
+
+
+class Guesses(Measure):
+    """Whom each rule names first, in rounds in which the planted client acts and the class falls."""
+
+    needs = frozenset({"test", "local_models"})
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        """``first``: {rule: client}, and ``fall``, a share."""
+        clients = [r.client for r in seen.replies]
+        before, after = (_accuracy(room, state.params) for state in (seen.before, seen.after))
+        if Planted.client not in clients or before - after < FALL:
+            return None
+        game = StageGame(room.method, seen.before, seen.stage, seen.replies, seen.downs, room.world)
+        everyone = range(len(clients))
+        told = Contributions(classes=(OF,)).look(seen, room)
+        assert told is not None
+        without = [_accuracy(room, game.state([p for p in everyone if p != k]).params) for k in everyone]
+        local = [_accuracy(room, seen.local_models[c]) for c in clients]
+        far = [norm(floats(sub(seen.local_models[c], seen.before.params))) for c in clients]
+        first = {
+            "contribution": clients[int(np.argmin(told["values"][0]))],
+            "leave-one-out": clients[int(np.argmax(without))],
+            "own model's fall": clients[int(np.argmin(local))],
+            "norm of the update": clients[int(np.argmax(far))],
+        }
+        return {"first": first, "planted": Planted.client, "fall": before - after}
+
+
+def _accuracy(room: Room, params: Any) -> float:
+    return float(room.accuracy_by_class(params, room.test)[OF])

@@ -1,0 +1,173 @@
+"""The command that answers who made the model forget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter, validators
+
+from fedstill.cli.app import Flag, Quiet, app, say
+
+if TYPE_CHECKING:
+    from fedstill.experiment.why.again import OnAgain, TakenUp
+    from fedstill.experiment.why.falls import Moment
+
+Number = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
+RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
+RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
+
+@app.command(name="why")
+def why_command(
+    directory: Path,
+    *,
+    class_: Annotated[str | None, Parameter(name="--class")] = None,
+    round_: Annotated[RoundNumber, Parameter(name="--round")] = None,
+    worst: RoundCount = 1,
+    exact: Flag = False,
+    game: Literal["idle", "absent"] | None = None,
+    without: Number = None,
+    from_: Annotated[RoundNumber, Parameter(name="--from")] = None,
+    rounds: RoundCount = 5,
+    once: Flag = False,
+    open_: Annotated[Flag, Parameter(name="--open")] = False,
+    quiet: Quiet = False,
+) -> int:
+    """Say who made the model forget: what a class lost in a round by local training and by averaging, and by client.
+
+    Without the measure contributions in the journal, the rounds since the nearest checkpoint are gone through again;
+    keep_checkpoints_every in the config makes that short. Of a method that folds what clients send in another way than
+    as a sum, two ends are asked instead of a path, which the answer says.
+
+    Args:
+        directory: The run's directory.
+        class_: The class, by number or name. Unset, the one with the deepest fall.
+        round_: The round. Unset, the one with the deepest fall.
+        worst: How many of the deepest falls are told of.
+        exact: Ask all coalitions of the round's clients, at most ten.
+        game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
+        without: Go through rounds again without this client, and compare: what would have been.
+        from_: The first round without it. Unset, --round, or that of the deepest fall.
+        rounds: How many rounds are gone through without it.
+        once: Leave it out in the first of these rounds alone.
+        open_: Write the run's page with the pictures, and open it.
+        quiet: Say nothing of progress.
+    """
+    from fedstill.experiment.answering import numbered
+    from fedstill.experiment.run_directory import journal as journals
+    from fedstill.experiment.why.falls import all_falls, the_moment
+
+    if not (directory / "journal.jsonl").is_file():
+        return say(f"{directory} holds no run: it has no journal.jsonl", 2)
+    of = numbered(directory, [class_])[0] if class_ is not None else None
+    moment = the_moment(directory, of, round_)
+    if without is not None:
+        return _without(directory, moment, without, from_ or moment.round, rounds, once, quiet)
+    chosen = [moment]
+    if worst > 1:
+        every = all_falls(journals.read_journal(directory / "journal.jsonl"))
+        chosen = [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]
+    for one in chosen:
+        _tell(directory, one, exact, game, quiet)
+    if open_:
+        _open(directory)
+    return 0
+
+
+def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:
+    from fedstill.experiment.measures.contributions import Contributions
+    from fedstill.experiment.why.again import looked_at, taken_up
+    from fedstill.experiment.why.falls import add_looks, looks_of, told_of
+    from fedstill.report import terminal, why_said
+    from fedstill.report.runs import read_run
+
+    told = None if exact or game else told_of(moment, looks_of(directory))
+    if told is None:
+        known = {c for look in looks_of(directory) if look["round"] == moment.round for c in look.get("classes", ())}
+        kept = taken_up(directory, moment.round)
+        measure = Contributions(game, exact, sorted({moment.of, *known}))
+        looks = looked_at(kept, moment.round, measure, _progress(kept, moment.round, quiet))
+        add_looks(directory, looks)
+        told = told_of(moment, looks)
+    screen, run = terminal.console(sentences=True), read_run(directory)
+    if told is None:
+        screen.print(f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}.", soft_wrap=True)
+        return
+    screen.print(why_said.sentence_of(run, told), soft_wrap=True)
+    if told.clients:
+        screen.print(terminal.table(*why_said.lines_of(run, told)))
+        screen.print(why_said.how_of(told), soft_wrap=True)
+    if hint := why_said.hint_of(told):
+        screen.print(hint, soft_wrap=True)
+    if taken := [c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0]:
+        command = f"fedstill why {directory} --class {moment.of} --without {taken[0]} --from {moment.round}"
+        screen.print(f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True)
+
+
+def _without(directory: Path, moment: Moment, client: int, first: int, count: int, once: bool, quiet: bool) -> int:
+    from fedstill.experiment.why.again import Without, accuracies, taken_up
+    from fedstill.report import terminal, why_said
+    from fedstill.report.runs import read_run
+
+    kept, run = taken_up(directory, first), read_run(directory)
+    clients, last = kept.prepared.settings.clients, min(first + count - 1, kept.prepared.settings.rounds)
+    if client >= clients:
+        return say(f"--without {client}: the run has clients 0 to {clients - 1}", 2)
+    if first > last:
+        return say(f"--from {first}: the run has rounds 1 to {last}", 2)
+    left_out = accuracies(kept, first, last, Without(client, first, once), _progress(kept, last, quiet))
+    was = {e["round"]: e["class_accuracy"] for e in run.rounds}
+    rows = []
+    for round, row in left_out.items():
+        with_, without = was[round][moment.of], row[moment.of]
+        if with_ is not None and without is not None:
+            cells = (terminal.percent(with_), terminal.percent(without), why_said.points(without - with_))
+            rows.append((str(round), *cells))
+    said = f"in round {first} alone" if once else f"from round {first} on"
+    screen = terminal.console(sentences=True)
+    screen.print(
+        f"Class {run.classes[moment.of]!r} without {why_said.who(run, client)} {said}; all else as it was, the clients "
+        "of each round as drawn.",
+        soft_wrap=True,
+    )
+    screen.print(terminal.table(["round", "as it was", "without", "difference [points]"], rows))
+    screen.print(
+        "This is what leaving the client out would have done, which is another question than its contribution to a "
+        "round: both are shown, neither is the other.",
+        soft_wrap=True,
+    )
+    return 0
+
+
+def _progress(kept: TakenUp, last: int, quiet: bool) -> OnAgain:
+    """Say which rounds are gone through again, what that costs by the journal, and where it is."""
+    import time
+
+    from fedstill.report.runs import read_run
+
+    seconds = {e["round"]: e["seconds_training"] for e in read_run(kept.folder).rounds}
+    total = sum(seconds.get(round, 0.0) for round in range(kept.start, last + 1))
+    said = [time.monotonic()]
+
+    def again(round: int, last: int) -> None:
+        if quiet:
+            return
+        if round == kept.start:
+            where = f"from the checkpoint before round {round}" if kept.restored is not None else "from round 1"
+            say(f"going through rounds {round} to {last} again, {where}: about {total:.0f} s, as they took then", 0)
+        elif time.monotonic() - said[0] > 5:
+            said[0] = time.monotonic()
+            say(f"round {round} of {last}", 0)
+
+    return again
+
+
+def _open(directory: Path) -> None:
+    import webbrowser
+
+    from fedstill.report.page import write_page
+
+    path = write_page([directory], directory / "report.html")
+    say(f"{path}#why", 0)
+    webbrowser.open(f"{Path(path).resolve().as_uri()}#why")

@@ -1,0 +1,223 @@
+"""The measure ``contributions``: what a round did to each class, by local training and averaging, and by client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.anywhere import acting
+from fedstill.engines.client_measures import AtClient
+from fedstill.engines.passes import correct_by_class
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, are_counts, rounded_lists
+from fedstill.experiment.measures.contribution_game import (
+    Game,
+    Judged,
+    ModelLine,
+    StageGame,
+    global_model,
+    is_plain,
+)
+from fedstill.keys import generator, seed_for
+from fedstill.methods.local_only import answered, fitted
+from fedstill.metrics.shapley import (
+    MOST_EXACT,
+    Divided,
+    along_path,
+    by_local_training_and_averaging,
+    exact,
+    moved_classes,
+    two_ends,
+)
+from fedstill.models import contract
+from fedstill.records import SERVER, Examples, Reply, Tensors
+from fedstill.registry import register
+
+EACH = 200
+"""Test examples of a class that are looked at, at most."""
+
+LEAST, MOST = 0.05, 10
+"""From which change of a class's accuracy on it is asked who contributed, and for how many classes at most."""
+
+TEMPERATURE = 0.25
+"""At which soft accuracy follows accuracy best."""
+
+DIGITS = 6
+
+
+@register("measure", "contributions")
+class Contributions(Measure):
+    """Who made the model forget: each class's change in a round by local training, by averaging, and by client.
+
+    Of clients side by side: what the classes gained by local training and by averaging, which add up to the change; for
+    classes that moved by 5 points or more, each client's contribution to it, an Aumann–Shapley value of the method's
+    own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25. In a chain: the change by link. Where
+    clients keep models of their own: the clients' mean change by stage. On at most 200 test examples of a class.
+    A contribution is a share of one round's change: no guilt, no forecast, not what leaving the client out would do.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"test"})
+    gives: ClassVar[tuple[str, ...]] = ("correct_before", "correct_after")
+
+    def __init__(self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()) -> None:
+        """game: unset, idle where it is known what idle clients send, else absent. exactly: ask all coalitions.
+        classes: ask about these, however much they moved.
+        """
+        self.game, self.exactly, self.classes = game, exactly, tuple(classes)
+
+    def at_client(self, seen: AtClient) -> Numbers | None:
+        """Right answers by class (C,) before and after the client's work, where its reply holds no model."""
+        if seen.test is None or seen.is_server or "params" in seen.sent:
+            return None
+        some = at_most(seen.test, EACH, seen.classes)
+        return {
+            "correct_before": seen.correct_by_class(seen.start, some),
+            "correct_after": seen.correct_by_class(seen.end, some),
+        }
+
+    def refuses(self, report: Mapping[str, Any], classes: int) -> str:
+        """Counts must be whole numbers, one a class."""
+        return are_counts(report, self.gives, classes)
+
+    def look(self, seen: Happened, room: Room) -> Numbers | None:
+        """The classes' accuracies before and after the stage, the parts of the change, and contributions."""
+        if not seen.replies:
+            return None
+        data = at_most(room.test, EACH, room.world.classes)
+        ends = [global_model(room.method, state, room.world) for state in (seen.before, seen.after)]
+        if ends[0] is None or ends[1] is None or not _is_moved(seen):
+            return _of_own_models(seen, room, data)
+        before, after = (accuracies_of(predict, data, room) for predict in ends)
+        told = {"clients": [r.client for r in seen.replies], "before": _listed(before), "after": _listed(after)}
+        if seen.stage.hop or seen.replies[0].client == SERVER:
+            return {**told, "parts": {_name(seen): _listed(after - before)}}
+        if seen.local_models and is_plain(ends[1], seen.after):
+            local = torch.stack([_by_class(room, params, data) for params in seen.local_models.values()])
+            weights = _weights(seen)
+            by_training, by_averaging = by_local_training_and_averaging(before, local, after, weights)
+            told["parts"] = {"local training": _listed(by_training), "averaging": _listed(by_averaging)}
+        else:
+            told["parts"] = {seen.stage.name: _listed(after - before)}
+        return {**told, **_shares_of_data(seen, room), **self._contributed(seen, room, data, before, after)}
+
+    def _contributed(self, seen: Happened, room: Room, data: Examples, before: Tensor, after: Tensor) -> dict[str, Any]:
+        there = set(data.labels.tolist())
+        classes = [c for c in self.classes if c in there]
+        classes = classes or moved_classes(before.tolist(), after.tolist(), LEAST, MOST)
+        game = StageGame(acting(room.method, seen.stage), seen.before, seen.stage, seen.replies, seen.downs, room.world)
+        chosen: Game = self.game or ("idle" if game.can_idle() else "absent")
+        game = replace(game, game=chosen)
+        by_class = {c: data.take((data.labels == c).nonzero().flatten()) for c in classes}
+        judged = Judged(by_class, room.inputs, TEMPERATURE)
+        if not classes:
+            return {"game": chosen, "classes": []}
+        rule, divided = self._divided(game, judged, room, classes)
+        return {
+            "game": chosen,
+            "rule": rule,
+            "temperature": TEMPERATURE,
+            "classes": classes,
+            "values": rounded_lists(divided.values.T, DIGITS),
+            "gap": rounded_lists(divided.gap, DIGITS),
+        }
+
+    def _divided(self, game: StageGame, judged: Judged, room: Room, classes: Sequence[int]) -> tuple[str, Divided]:
+        players = len(game.players)
+
+        def value(coalition: tuple[int, ...]) -> Tensor:
+            state = game.state(coalition)
+            predict = global_model(room.method, state, room.world)
+            assert predict is not None
+            return judged.worth(predict, classes)
+
+        if self.exactly and players <= MOST_EXACT:
+            return "exact", exact(value, players)
+        start = game.state(())
+        plain = is_plain(global_model(room.method, start, room.world), start)
+        if plain and game.changes is not None and players:
+            line = ModelLine(start.model or room.spec, start.params, game.changes, judged)
+            return "path", along_path(line, players, classes)
+        return "two ends", two_ends(value, players)
+
+    def examples(self, test: int, clients: int, own: int) -> int:
+        """The test examples once a local model, and with gradients at three places of the path."""
+        return min(test, EACH * MOST) * (clients + 2 + 3 * 3)
+
+
+def at_most(test: Examples, each: int, classes: int) -> Examples:
+    """At most ``each`` test examples of each class, drawn by key: the same in every round and run, in order."""
+    draw = generator(seed_for(0, 0, 0, SERVER, "contributions"))
+    mixed = torch.randperm(len(test), generator=draw)
+    labels = test.labels.cpu()[mixed]
+    kept = [mixed[(labels == c).nonzero().flatten()[:each]] for c in range(classes)]
+    return test.take(torch.cat(kept).sort().values)
+
+
+def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
+    """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
+    right = correct_by_class(predict, data, room.inputs, room.world.classes).double().cpu()
+    return right / torch.bincount(data.labels.cpu(), minlength=room.world.classes)
+
+
+def _by_class(room: Room, params: Tensors, data: Examples) -> Tensor:
+    return accuracies_of(contract.predictor(room.spec, params), data, room)
+
+
+def _weights(seen: Happened) -> Tensor:
+    """Shares of examples (m,) of the clients with local models."""
+    sizes = torch.tensor(
+        [float(r.examples) for r in seen.replies if r.client in seen.local_models], dtype=torch.float64
+    )
+    return sizes / sizes.sum() if sizes.sum() > 0 else torch.full_like(sizes, 1 / len(sizes))
+
+
+def _is_moved(seen: Happened) -> bool:
+    """Whether the stage's fold made another global model."""
+    one, two = seen.before.params, seen.after.params
+    return bool(one) and any(one[k] is not two[k] and not torch.equal(one[k], two[k]) for k in one)
+
+
+def _name(seen: Happened) -> str:
+    client = seen.replies[0].client
+    return f"{seen.stage.name} at the server" if client == SERVER else f"client {client}"
+
+
+def _of_own_models(seen: Happened, room: Room, data: Examples) -> Numbers | None:
+    """The clients' mean change by class in a stage, where each keeps a model of its own."""
+    totals = torch.bincount(data.labels.cpu(), minlength=room.world.classes)
+    ends = {r.client: both for r in seen.replies if (both := _both_ends(r, seen, room, data, totals))}
+    if not ends:
+        return None
+    before, after = (torch.stack([both[i] for both in ends.values()]).mean(0) for i in range(2))
+    parts = {seen.stage.name: _listed(after - before)}
+    return {"clients": list(ends), "before": _listed(before), "after": _listed(after), "parts": parts}
+
+
+def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals: Tensor) -> tuple[Tensor, ...]:
+    """Class accuracies (C,) of a client's own model before and after the stage; none where nobody knows it."""
+    if "correct_before" in reply.metrics:
+        return tuple(torch.tensor(reply.metrics[k], dtype=torch.float64) / totals for k in Contributions.gives)
+    if reply.client == SERVER or "params" not in reply.up:
+        return ()
+    spec = room.world.model(reply.client)
+    own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
+    ends = (own or room.world.initial(reply.client), reply.up.params)
+    return tuple(accuracies_of(contract.predictor(spec, params), data, room) for params in ends)
+
+
+def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
+    """Each class's share of the acting clients' data over its share of all clients' data, where they are here."""
+    every = getattr(room.sites, "all_counts", lambda: torch.zeros(0))()
+    if not len(every):
+        return {}
+    acted = every[[r.client for r in seen.replies]].sum(0).double()
+    overall = every.sum(0).double()
+    ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))
+    return {"drawn": _listed(ratio)}
+
+
+def _listed(values: Tensor) -> list[float | None]:
+    return [None if v != v or v in (float("inf"), float("-inf")) else round(v, DIGITS) for v in values.tolist()]

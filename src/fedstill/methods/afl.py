@@ -1,0 +1,87 @@
+"""AFL, analytic federated learning: features stay as they are, and one step solves for the last layer, exactly.
+
+Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models" (2025), and
+its code.
+Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for the bias.
+State: the global parameters, of which only the head is ever changed; gram = the sum of all clients' G, (D+1, D+1);
+cross = of their X^T Y, (D+1, C), both in float64.
+Memory: gram = the client's own G; cross = its own X^T Y.
+Reading: one round in which all clients act is all of it; the pretrained network is named by ``start_from``. With fewer
+clients a round, or with data that grow, a client sends by how much its sums have changed since it last sent: the layer
+is always that of all that the server was told.
+Reading: the paper's clients send solved layers, which the server merges pair by pair; it gives what sums give.
+Reading: its penalty counts once a client and is removed afterwards (``clean_reg``); here it counts once, at the server.
+Reading: it has no bias; here there is one, without a penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from fedstill.fields import NonNegative
+from fedstill.method import Method
+from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.registry import method
+from fedstill.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+SUMS = ("gram", "cross")
+
+
+@method("afl")
+@dataclass(frozen=True)
+class AFL(Method):
+    """The last layer on frozen features by ridge regression, the same however the data are split."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
+    plans: ClassVar[Mapping[str, Plan]] = {"train": NO_TRAINING}
+
+    ridge: NonNegative = 1.0
+    """Weight of the squares of the last layer's weights (gamma); 0: least squares."""
+    balanced: bool = False
+    """Whether every class weighs alike, whatever its number of examples."""
+
+    def requires(self) -> frozenset[str]:
+        return self.needs | {"label_counts"} if self.balanced else self.needs
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        return no_linear_head(world)
+
+    def setup(self, world: World) -> State:
+        return super().setup(world).next(groups=empty_sums(world.model(SERVER), world.classes))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        """No parameters: every client has the initial ones, whose body never changes."""
+        if not self.balanced:
+            return Payload()
+        total = state.extra.tensor("labels").sum(0).double()  # (C,)
+        return Payload(weights=total.sum() / (total.clamp(min=1) * (total > 0).sum()))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return SendChange()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return empty_sums(world.model(client), world.classes)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        sums = {g: torch.stack([state.extra.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0) for g in SUMS}
+        head = {k: v.to(dtype_of(state.params)) for k, v in solved(**sums, ridge=self.ridge).items()}
+        return state.next(params={**state.params, **head}, groups=sums)
+
+
+class SendChange(ClientWork):
+    """The sums of the client's features, less those that it sent before; nothing is trained."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        sent = memory or empty_sums(view.model, world.classes)
+        return Carry(params={}, constants={"weights": down.get("weights"), **{g: sent.tensor(g) for g in SUMS}})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        h, y = view.features(world.initial(view.client)), view.data.labels.cpu()
+        now = feature_sums(h, y, world.classes, carry["weights"])
+        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), now

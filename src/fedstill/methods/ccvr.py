@@ -1,0 +1,188 @@
+"""CCVR: after the last round, the head is trained once more, on features drawn from Gaussians of each class.
+
+Source: Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data" (2021),
+Algorithm 1.
+Symbols: M_c = ``samples``; mu_c, Sigma_c = mean and covariance of a class's features.
+Stages: ``train``; after the last round ``statistics``, of all clients, and ``calibrate``, at the server.
+State: the global parameters; before = the head as training left it; counts, sums, products = of each class how many
+examples there are, the sum of their features and that of the outer products or squares of these, in float64, until the
+head is calibrated.
+Memory: nothing.
+Reading: the paper's clients send means and covariances. Here they send sums, which add up to those of all clients'
+features, exactly and however the data are split.
+Reading: a class of fewer than two examples gets the mean of the others' covariances; one of none is not drawn.
+Reading: the paper prints M_c from 100 to 2,000 by data set. We draw 200, seen ten times: as many steps as its most.
+Reading: there is no official code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import BadPayload
+from fedstill.fields import CountOrZero
+from fedstill.keys import generator, seed_for
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.contract import predictor, width
+from fedstill.records import (
+    KEEP,
+    NOTHING,
+    SERVER,
+    Carry,
+    Examples,
+    ModelSpec,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.registry import method
+from fedstill.ridge import NO_TRAINING, no_linear_head
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+STATISTICS, CALIBRATE = "statistics", "calibrate"
+MOMENTS = ("counts", "sums", "products")
+
+
+@method("ccvr")
+@dataclass(frozen=True)
+class CCVR(FedAvg):
+    """FedAvg, and in the end a head that is trained on features drawn by class, as many of each."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"last": STATISTICS, "closing": CALIBRATE}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", STATISTICS, CALIBRATE})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
+    permits: ClassVar[frozenset[str]] = frozenset()  # moments of features are sent, too
+    plans: ClassVar[Mapping[str, Plan]] = {
+        "train": FEDNTD_PLAN,
+        STATISTICS: NO_TRAINING,
+        CALIBRATE: Plan(epochs=10, batch=64, lr=0.01, momentum=0.9),
+    }
+
+    samples: CountOrZero = 200
+    """How many features are drawn of each class (M_c); 0: the head stays as it is."""
+    covariance: Literal["full", "diagonal"] = "full"
+    """What is sent of a class's covariance: C D² numbers in all, or C D."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        if stages[0].hop:
+            return "after a chain there is no stage of the server's; set topology.kind = 'parallel'"
+        return no_linear_head(world)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name == STATISTICS:
+            return Payload(params=state.params)
+        if stage.name != CALIBRATE:
+            return super().down(state, client, stage, world)
+        if "counts" not in state.extra:
+            raise BadPayload(f"there is nothing to calibrate by; set topology.last = {STATISTICS!r}")
+        return Payload({"head": last_layer(state.params), **{g: state.extra[g] for g in MOMENTS}})
+
+    def work(self, stage: Stage) -> ClientWork:
+        if stage.name == STATISTICS:
+            return SendMoments(self.covariance)
+        return Calibrate(self.samples) if stage.name == CALIBRATE else super().work(stage)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name == STATISTICS:
+            nothing = torch.zeros(0, width(world.model(client)))
+            return class_moments(nothing, torch.zeros(0, dtype=torch.int64), world.classes, self.covariance)
+        if stage.name == CALIBRATE:
+            return Payload(head=last_layer(world.initial(client)))
+        return super().expects(client, stage, world)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name == STATISTICS:
+            return state.next(groups={g: torch.stack([r.up.tensor(g) for r in replies]).sum(0) for g in MOMENTS})
+        if stage.name == CALIBRATE:
+            calibrated = {**state.params, **replies[0].up.tensors("head")}
+            return state.without(*MOMENTS).next(params=calibrated, before=last_layer(state.params))
+        return super().fold(state, replies, stage, world)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The global model, and in the end the one before calibration."""
+        named = super().predictors(state, world)
+        if "before" in state.extra:
+            before = {**state.params, **state.extra.tensors("before")}
+            named["before"] = predictor(state.model or world.model(SERVER), before)
+        return named
+
+
+def last_layer(params: Tensors) -> dict[str, Tensor]:
+    """A model's last layer: ``head.weight`` (C, D) and ``head.bias`` (C,)."""
+    return {k: params[k] for k in ("head.weight", "head.bias")}
+
+
+def class_moments(features: Tensor, labels: Tensor, classes: int, covariance: str) -> Payload:
+    """Sums by class: ``counts`` (C,) int64, ``sums`` (C, D), ``products`` (C, D, D) or of squares (C, D), float64."""
+    h = [features[labels == c].double() for c in range(classes)]
+    products = [a.T @ a if covariance == "full" else a.square().sum(0) for a in h]
+    counts = torch.tensor([len(a) for a in h])
+    return Payload(counts=counts, sums=torch.stack([a.sum(0) for a in h]), products=torch.stack(products))
+
+
+def gaussians(counts: Tensor, sums: Tensor, products: Tensor) -> tuple[Tensor, Tensor]:
+    """Means (C, D) and roots of covariances (C, D, D), lower triangles, of classes' features from their sums.
+
+    counts: (C,); products: (C, D, D), or (C, D) where only variances are known. Covariances are unbiased. A class of
+    fewer than two examples gets the mean of the others'.
+    """
+    n = counts.double().clamp(min=1).unsqueeze(1)
+    means = sums / n
+    if products.dim() == 2:
+        spread = torch.diag_embed(products - n * means.square())
+    else:
+        spread = products - n.unsqueeze(2) * means.unsqueeze(2) * means.unsqueeze(1)
+    several = counts > 1
+    covariances = spread / (n - 1).clamp(min=1).unsqueeze(2)
+    others = covariances[several].sum(0) / several.sum().clamp(min=1)
+    covariances = torch.where(several.view(-1, 1, 1), covariances, others)
+    size = covariances.diagonal(dim1=1, dim2=2).mean(1).clamp(min=0)
+    ridge = (1e-6 * size + 1e-12).view(-1, 1, 1) * torch.eye(sums.shape[1], dtype=torch.float64)
+    return means, torch.linalg.cholesky(covariances + ridge)
+
+
+@dataclass(frozen=True)
+class SendMoments(ClientWork):
+    """The sums of the client's features by class; nothing is trained."""
+
+    covariance: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={}, constants={"params": down.params})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        features, labels = view.features(carry["params"]), view.data.labels.cpu()
+        return class_moments(features, labels, world.classes, self.covariance), KEEP
+
+
+@dataclass(frozen=True)
+class Calibrate(ClientWork):
+    """The server trains the head, as a network of its own, on features that it draws."""
+
+    samples: int
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        head, counts = down.tensors("head"), down.tensor("counts")
+        means, roots = gaussians(counts, down.tensor("sums"), down.tensor("products"))
+        draw = generator(seed_for(world.seed, 0, 0, SERVER, "virtual features"))
+        noise = torch.randn(*counts.shape, self.samples, means.shape[1], generator=draw, dtype=torch.float64)
+        features = means.unsqueeze(1) + noise @ roots.mT  # (C, M, D)
+        there = (counts > 0).nonzero().squeeze(1)
+        values = features[there].flatten(0, 1).to(dtype_of(head))
+        points = Examples(values, there.repeat_interleave(self.samples))
+        return Carry(head, model=ModelSpec("logistic", (means.shape[1],), world.classes), examples=points)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(head=params), NOTHING

@@ -1,0 +1,86 @@
+"""What methods share whose clients keep models of their own and agree on values of each class: features, or logits.
+
+A client trains its own model, drawn to the values it was sent of its examples' classes; then it sends the mean of its
+own for each class, and how many examples of it there are. So networks may differ. Label counts are sent with them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import NonNegative
+from fedstill.labels import means_by_class
+from fedstill.method import Method
+from fedstill.methods.fedavg import FEDNTD_PLAN
+from fedstill.methods.public_logits import own_model
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Stage, State, Step, Tensors, View, World
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+
+@dataclass(frozen=True)
+class ClassValues(Method):
+    """The server's half that all share; each method says which values, how far apart they are, and folds them."""
+
+    personal: ClassVar[frozenset[str]] = frozenset({"train"})
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
+
+    strength: NonNegative = 1.0
+    """Weight of the distance to the values of an example's class."""
+
+    @abstractmethod
+    def width(self, spec: ModelSpec) -> int:
+        """V: how many values there are of an example."""
+
+    @abstractmethod
+    def values(self, params: Tensors, view: View) -> Tensor:
+        """The values of the client's own examples, (n, V)."""
+
+    @abstractmethod
+    def distance(self, step: Step, target: Tensor) -> Tensor:
+        """How far a batch is from the values of its classes, (B, V): (B,)."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        alone = "what a class's values come to is a mean over clients, and in a chain one acts at a time"
+        return f"{alone}; set topology.kind = 'parallel'" if stages[0].hop else ""
+
+    def setup(self, world: World) -> State:
+        return State(params={}).next(values=self.blank(SERVER, world), seen=torch.zeros(world.classes))
+
+    def blank(self, client: int, world: World) -> Tensor:
+        """Values by class, (C, V), all zeros, of the type of the client's model."""
+        return torch.zeros(world.classes, self.width(world.model(client)), dtype=dtype_of(world.initial(client)))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(values=state.extra["values"], seen=state.extra["seen"])
+
+    def work(self, stage: Stage) -> ClientWork:
+        return TowardsValues(self)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return Payload(means=self.blank(client, world), counts=torch.zeros(world.classes, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class TowardsValues(ClientWork):
+    """Local training of the client's own model, with the distance to the values of each class that is seen."""
+
+    method: ClassValues
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        constants = {"values": down.tensor("values"), "seen": down.tensor("seen")}
+        return Carry(own_model(memory, view, world), constants=constants)
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        apart = self.method.distance(step, carry["values"][step.y])  # (B,)
+        return {**super().terms(step, carry), "apart": self.method.strength * carry["seen"][step.y] * apart}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        means, counts = means_by_class(self.method.values(params, view), view.data.labels.cpu(), world.classes)
+        return Payload(means=means.to(dtype_of(params)), counts=counts), Payload(params=params)

@@ -1,0 +1,97 @@
+"""FD, federated distillation: clients send their mean logits for each class, and learn from the others'.
+
+Source: Jeong et al., "Communication-Efficient On-Device Machine Learning: Federated Distillation and Augmentation under
+Non-IID Private Data" (2018), Algorithm 1; FedDistill+ of Zhu et al., "Data-Free Knowledge Distillation for
+Heterogeneous Federated Learning" (2021), where weights are averaged too (``average_weights``).
+Symbols: gamma = ``strength``; F_{k,c} = client k's mean logits on its examples of class c.
+State: no global parameters, but with ``average_weights``; sums = the sum of the last round's F, (C, C), in float64;
+holders = how many of its clients have each class, (C,); means.N = F of its client N; counts.N = its label counts.
+Memory: params = the client's own model.
+Reading: a client gets for each class the mean over the others that have it, in the last round; a class that no other
+has teaches it nothing.
+Reading: the paper takes F over the steps of local training; here it is taken after it, in evaluation mode.
+Reading: the paper's regulariser compares normalised logits, there is no official code, and others take it in several
+ways; here it is the divergence from the softmax of F, ``kd`` at temperature 1.
+Reading: gamma is not printed; we take 1, as in FedDistill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.aggregate import weighted_mean
+from fedstill.losses import kd
+from fedstill.methods.class_values import ClassValues, TowardsValues
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fd")
+@dataclass(frozen=True)
+class FD(ClassValues):
+    """Clients distil from the others' mean logits for each class; networks may differ."""
+
+    average_weights: bool = False
+    """Whether models are sent and averaged, too (FedDistill+); all networks must then be one."""
+
+    def requires(self) -> frozenset[str]:
+        return frozenset({"same_shapes"}) if self.average_weights else frozenset()
+
+    def width(self, spec: ModelSpec) -> int:
+        return spec.classes
+
+    def values(self, params: Tensors, view: View) -> Tensor:
+        return view.logits(params)
+
+    def distance(self, step: Step, target: Tensor) -> Tensor:
+        return kd(step.logits(), target)
+
+    def setup(self, world: World) -> State:
+        start = State(params=world.initial(SERVER) if self.average_weights else {})
+        zeros = self.blank(SERVER, world)
+        return start.next(sums=zeros.double(), holders=torch.zeros(world.classes, dtype=torch.int64))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
+        """The mean over the others, for each class: the sum less the client's own, by one holder fewer."""
+        sums, holders = state.extra.tensor("sums"), state.extra.tensor("holders")
+        if f"means.{client}" in state.extra:
+            sums = sums - state.extra.tensor(f"means.{client}")
+            holders = holders - (state.extra.tensor(f"counts.{client}") > 0).long()
+        mean = (sums / holders.clamp(min=1).unsqueeze(1)).to(self.blank(client, world).dtype)
+        model = {"params": state.params} if self.average_weights else {}
+        return Payload({**model, "values": mean, "seen": (holders > 0).float()})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return FromOthers(self)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        model = {"params": world.initial(client)} if self.average_weights else {}
+        return Payload({**super().expects(client, stage, world), **model})
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        said = {f"{g}.{r.client}": r.up.tensor(g) for r in replies for g in ("means", "counts")}
+        has = [(r.up.tensor("counts") > 0).long() for r in replies]
+        sums = sum(h.unsqueeze(1) * r.up.tensor("means").double() for h, r in zip(has, replies, strict=True))
+        params = weighted_mean(replies) if self.average_weights else None
+        known = state.without("means.", "counts.")
+        return known.next(params=params, groups=said, sums=sums, holders=torch.stack(has).sum(0))
+
+
+@dataclass(frozen=True)
+class FromOthers(TowardsValues):
+    """Training towards the others' mean logits, of the client's own model or, where weights are averaged, theirs."""
+
+    method: FD
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        start = Payload(params=down.params) if self.method.average_weights else memory
+        return super().begin(down, start, view, world)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        up, memory = super().end(params, carry, ran, view, world)
+        return Payload({**up, **({"params": params} if self.method.average_weights else {})}), memory

@@ -1,0 +1,77 @@
+"""FedROD: a generic head that is averaged, trained as if classes were balanced, and a head of each client's own on top.
+
+Source: Chen & Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification" (2022).
+Symbols: gamma = ``gamma``, the power of label counts in the balanced softmax; the personal head = ``own.*``.
+State: the global parameters, in which the own head stays zero; nothing more.
+Memory: params = the client's own model, whole, its own head included.
+Reading: there is no official code. The own head is zero at first, so that a client's answer is then the generic one; in
+one implementation it is a copy of the generic head.
+Reading: a class without examples counts as one of one example; log 0 would leave it without gradient.
+Reading: the answer is the sum of both heads' logits, as in the paper; one implementation takes the own head's alone.
+Reading: one optimiser trains both heads. No gradient of one reaches the other, but ``clip_norm`` is over both.
+Reading: the variant in which a network makes the own head out of label counts is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedstill.aggregate import Weighting
+from fedstill.fields import NonNegative
+from fedstill.losses import adjusted_cross_entropy, cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.additions import ADDED, own_logits, with_both_heads
+from fedstill.records import Carry, Payload, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+
+@method("fedrod")
+@dataclass(frozen=True)
+class FedROD(PartlyShared):
+    """FedAvg with balanced softmax, and a second head at each client that turns its answers to the client's classes."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
+    adds: ClassVar[tuple[str, ...]] = ("own_head",)
+
+    aggregation: Weighting = "examples"
+    gamma: NonNegative = 1.0
+    """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
+
+    def shares(self, entries: Sequence[str]) -> Sequence[str]:
+        return [name for name in entries if not name.startswith(ADDED["own_head"])]
+
+    def work(self, stage: Stage) -> ClientWork:
+        return BothHeads(self, stage.name, self.gamma)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The generic model."""
+        return FedAvg.predictors(self, state, world)
+
+
+@dataclass(frozen=True)
+class BothHeads(KeepsItsOwn):
+    """Balanced softmax for body and generic head, cross-entropy of both heads' sum for the own head alone."""
+
+    gamma: float
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        start = super().begin(down, memory, view, world)
+        logs = self.gamma * view.counts.clamp(min=1).double().log()  # (C,)
+        return replace(start, constants={"shift": logs.to(dtype_of(start.params))})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        h = step.features()  # (B, D)
+        z = step.logits()  # (B, C)
+        own = z.detach() + own_logits(step.params, h.detach())
+        balanced = adjusted_cross_entropy(z, step.y, shift=carry["shift"])
+        return {"balanced": balanced, "own": cross_entropy(own, step.y)}
+
+    def answer(self, params: Tensors) -> Tensors:
+        return with_both_heads(params)

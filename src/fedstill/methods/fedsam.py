@@ -1,0 +1,55 @@
+"""FedSAM: each step's gradient is taken where the loss nearby is largest, so that clients end in flat places.
+
+Source: Qu et al., "Generalized Federated Learning via Sharpness Aware Minimization" (2022), Algorithm 1, as the code of
+FedSOL has it; Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization" (2021).
+State: the global parameters, nothing more.
+Memory: nothing.
+Reading: rho is FedSOL's choice for it, 0.5.
+Reading: statistics of normalisation take up each batch in the first pass only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from fedstill.fields import NonNegative
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Stage, Step, Tensors
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedsam")
+@dataclass(frozen=True)
+class FedSAM(FedAvg):
+    """FedAvg with gradients taken a distance rho further up the client's own loss."""
+
+    rho: NonNegative = 0.5
+    """How far from the parameters the gradient is taken; 0: at them."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Sharp(self.rho)
+
+
+@dataclass(frozen=True)
+class Sharp(ClientWork):
+    """Training on the gradient of the cross-entropy where it is larger."""
+
+    rho: float
+
+    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        return super().terms(step, carry)
+
+    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+        far = unit(grads)
+        return {k: w + self.rho * far[k] for k, w in params.items()}
+
+
+def unit(grads: Tensors) -> dict[str, Tensor]:
+    """g / ||g||, the norm over all entries; zeros stay zeros."""
+    length = vector_norm(torch.stack([vector_norm(g) for g in grads.values()])) + 1e-12
+    return {k: g / length for k, g in grads.items()}

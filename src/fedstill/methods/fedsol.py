@@ -1,0 +1,79 @@
+"""FedSOL: each step's gradient is taken where the global model is known less, so that learning disturbs it less.
+
+Source: Lee et al., "FedSOL: Stabilized Orthogonal Learning with Proximal Restrictions in Federated Learning" (2024),
+and its code.
+Symbols: rho = ``rho``; Lambda = ``scale``, "adaptive" |w - w_global| in units of its columns' norms, "fixed" 1.
+State: the global parameters, nothing more.
+Memory: nothing.
+Reading: the divergence from the global model is at temperature 3 and without the factor 9, as in the code; only its
+gradient's direction counts.
+Reading: that gradient is divided by its own norm over all trained entries, not by that of Lambda times it, and whatever
+``part`` is moved.
+Reading: statistics of normalisation take up each batch in the first pass only.
+Reading: a client's first step is FedAvg's. There the divergence's gradient is zero but for rounding, which the code
+divides by its own norm if Lambda is 1; here nothing is moved before the parameters have left those received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import kd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fedntd import FromGlobal
+from fedstill.methods.fedsam import unit
+from fedstill.methods.partly_shared import in_head
+from fedstill.records import Carry, Payload, Stage, Step, Tensors, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedsol")
+@dataclass(frozen=True)
+class FedSOL(FedAvg):
+    """FedAvg with gradients taken a step further away from what the global model says."""
+
+    rho: NonNegative = 1.0
+    """How far from the parameters the gradient is taken, at most; 0: at them."""
+    scale: Literal["adaptive", "fixed"] = "adaptive"
+    """Whether an entry is moved in proportion to how far training has moved it, or all alike (Lambda)."""
+    temperature: Positive = 3.0
+    """Temperature of the divergence from the global model."""
+    part: Literal["all", "head", "body"] = "all"
+    """What is moved: the whole network, its last layer, or all but that."""
+
+    def requires(self) -> frozenset[str]:
+        return self.needs if self.part == "all" else self.needs | {"head"}
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Orthogonal(self)
+
+
+@dataclass(frozen=True)
+class Orthogonal(FromGlobal):
+    """Training on the gradient of the cross-entropy where the divergence from the model received is larger."""
+
+    method: FedSOL
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return replace(super().begin(down, memory, view, world), constants={"received": down.params})
+
+    def ascend(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        tau = self.method.temperature
+        return {"divergence": kd(step.logits(), step.teacher("global"), tau) / tau**2}
+
+    def lookahead(self, params: Tensors, grads: Tensors, carry: Carry) -> Tensors:
+        far, received, m = unit(grads), carry["received"], self.method
+        if m.scale == "adaptive":
+            far = {k: g * normalize((params[k] - received[k]).abs(), dim=0) for k, g in far.items()}
+        else:
+            left = torch.stack([(w != received[k]).any() for k, w in params.items()]).any()
+            far = {k: g * left for k, g in far.items()}
+        moved = {"all": (True, False), "head": (True,), "body": (False,)}[m.part]
+        return {k: w + m.rho * far[k] if in_head(k) in moved else w for k, w in params.items()}

@@ -1,0 +1,110 @@
+"""Why a class fell, in words: one sentence, one table, one hint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedstill.experiment.why.falls import Told
+from fedstill.metrics.shapley import culprits
+from fedstill.report.runs import Run
+
+MOST_NAMED = 3
+FEW, MANY = 0.7, 1.4
+"""From which share of the usual on a class was drawn rarely or often."""
+
+PARTS = {"local training": "local training", "averaging": "averaging"}
+GAMES = {
+    "idle": "the others idle: what changes if a client had changed nothing",
+    "absent": "the others absent: what changes if a client had not replied",
+}
+RULES = {
+    "path": "Aumann-Shapley along the line",
+    "exact": "Shapley, all coalitions",
+    "two ends": "mean of alone and left out",
+}
+
+
+def who(run: Run, client: int) -> str:
+    """What a client is called: its name in the data, or its number."""
+    names: Sequence[str] = run.start.get("client_names", ())
+    return f"{names[client]} ({client})" if client < len(names) else f"client {client}"
+
+
+def points(value: float) -> str:
+    """A share as signed percentage points.
+
+    >>> points(-0.314), points(0.02), points(0.0)
+    ('-31.4', '+2.0', '0.0')
+    """
+    return f"{100 * value:+.1f}" if round(1000 * value) else "0.0"
+
+
+def sentence_of(run: Run, told: Told) -> str:
+    """What happened, and who contributed most of it."""
+    moment = told.moment
+    verb = "fell" if moment.change < 0 else "rose" if moment.change > 0 else "stayed"
+    what = (
+        f"Class {run.classes[moment.of]!r} {verb} from {100 * moment.before:.1f} % to {100 * moment.after:.1f} % in "
+        f"round {moment.round}"
+    )
+    parts = ", ".join(f"{name} {points(value)}" for name, value in told.parts.items())
+    return f"{what}: {parts}{_most(run, told)}."
+
+
+def _most(run: Run, told: Told) -> str:
+    if not told.clients:
+        return ""
+    falling = told.moment.change < 0
+    ordered = culprits(told.clients, max(told.error, 0.005))
+    named = [c for c in (ordered if falling else ordered[::-1]) if (told.clients[c] < 0) == falling][:MOST_NAMED]
+    if not named:
+        return "; no client's contribution is above its error"
+    each = ", ".join(f"{who(run, c)} {points(told.clients[c])}" for c in named)
+    return f"; of the clients, {each} contributed most"
+
+
+def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table: each client's contribution, and what it holds of the class. Head and rows."""
+    counts: Mapping[int, Sequence[int]] = {c: list(run.label_counts[c]) for c in told.clients if run.label_counts}
+    head = ["client", "contribution [points]", *(["of the class", "examples"] if counts else [])]
+    rows = []
+    for client in sorted(told.clients, key=lambda c: (told.clients[c], c)):
+        own = counts.get(client)
+        holds = (str(own[told.moment.of]), str(sum(own))) if own is not None else ()
+        rows.append((who(run, client), points(told.clients[client]), *holds))
+    if told.clients:
+        rows.append(("together", points(sum(told.clients.values())), *(["", ""] if counts else [])))
+    return head, rows
+
+
+def hint_of(told: Told) -> str:
+    """What acts on a fall of this kind; empty where there is none."""
+    if told.moment.change >= 0:
+        return ""
+    local, averaging = told.parts.get("local training"), told.parts.get("averaging")
+    if told.drawn is not None and told.drawn < FEW:
+        return (
+            f"The round's clients hold {told.drawn:.2f} times the class's usual share: who was drawn explains much of "
+            "it; more clients a round (topology.sampled) spread it."
+        )
+    if local is None or averaging is None:
+        return "The table's links act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
+    if local <= averaging:
+        return (
+            "Local training took more than averaging: what clients lack, they forget. Distillation against forgetting "
+            "acts here (fedntd, fedadkd), and fewer or smaller local steps (plan.epochs, plan.lr)."
+        )
+    return (
+        "Averaging took more than local training: the local models know the class, their mean does not. Nearer local "
+        "models act here (scaffold, fedprox, fewer local steps)."
+    )
+
+
+def how_of(told: Told) -> str:
+    """By which rule contributions were divided, and what they are not."""
+    if not told.clients:
+        return ""
+    return (
+        f"Contributions to this round, in points of soft accuracy, ± {100 * told.error:.1f}: {RULES[told.rule]}; "
+        f"{GAMES[told.game]}. They are not the cause of the final model."
+    )

@@ -1,0 +1,90 @@
+"""The stage ``ridge``: a model's last layer solved in one step from sums that clients send; any method may end so.
+
+Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning with Pre-trained Models" (2025).
+Reading: the paper's clients send solved layers, which the server merges pair by pair, to what sums of ours give at
+once: the sums need no inverse at clients, and are as many numbers.
+Reading: the paper has no bias; here the last layer's own is solved for too, and has no penalty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.errors import ConfigError
+from fedstill.labels import counts
+from fedstill.models.contract import width
+from fedstill.records import KEEP, SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
+from fedstill.work import ClientWork
+
+RIDGE = "ridge"
+
+NO_TRAINING = Plan(epochs=0)
+"""The plan of a stage in which nothing is trained."""
+
+
+def no_linear_head(world: World) -> str:
+    """Why the server's model has no last layer to solve for; empty if it has."""
+    spec, entries = world.model(SERVER), world.initial(SERVER)
+    shapes = {name: tuple(v.shape) for name, v in entries.items() if name.startswith("head.")}
+    if shapes == {"head.weight": (spec.classes, width(spec)), "head.bias": (spec.classes,)}:
+        return ""
+    return f"the head of model {spec.label} is no linear layer with a bias that is trained and sent; choose another"
+
+
+def empty_sums(spec: ModelSpec, classes: int) -> Payload:
+    """The sums of no examples: what all clients send looks like this."""
+    side = width(spec) + 1
+    return Payload(
+        gram=torch.zeros(side, side, dtype=torch.float64), cross=torch.zeros(side, classes, dtype=torch.float64)
+    )
+
+
+def feature_sums(features: Tensor, labels: Tensor, classes: int, weights: Tensor | None = None) -> Payload:
+    """What ridge regression must know of examples: ``gram`` (D+1, D+1) and ``cross`` (D+1, C), both float64.
+
+    features: (n, D); labels: (n,) int64 in [0, C); weights: (C,) of an example of each class, 1 if left out. With h the
+    features and a 1 for the bias, ``gram`` is the sum of w h h^T, ``cross`` that of w h y^T, y one-hot. Both add up
+    over any split of the examples. The last row of ``cross`` is the label counts, if they are not weighed. Raises
+    DataError for other labels.
+    """
+    counts(labels, classes)
+    h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    w = h if weights is None else h * weights.double()[labels].unsqueeze(1)
+    cross = torch.zeros(h.shape[1], classes, dtype=torch.float64).index_add_(1, labels, w.T)
+    return Payload(gram=w.T @ h, cross=cross)
+
+
+def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
+    """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares to one-hot labels.
+
+    gram, cross: as in ``feature_sums``; ridge >= 0 penalises the squares of the weights. Raises ConfigError where there
+    is no one solution: no example at all, or features that depend on each other, without a penalty.
+
+    >>> exact = solved(*feature_sums(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), 2).values(), ridge=0.0)
+    >>> exact["head.weight"].tolist(), exact["head.bias"].tolist()
+    ([[-0.5], [0.5]], [1.0, 0.0])
+    """
+    penalty = torch.full((len(gram),), ridge, dtype=torch.float64)
+    penalty[-1] = 0.0
+    root, failed = torch.linalg.cholesky_ex(gram + torch.diag(penalty))
+    if failed:
+        raise ConfigError(
+            f"the sums of the clients' features have no one solution at ridge = {ridge:g}: "
+            "set method.ridge above 0, and give clients examples"
+        )
+    both = torch.cholesky_solve(cross, root)  # (D+1, C)
+    return {"head.weight": both[:-1].T.contiguous(), "head.bias": both[-1].clone()}
+
+
+@dataclass(frozen=True)
+class SendSums(ClientWork):
+    """The sums of the client's features under the model it was sent; nothing is trained, and memories stay."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params={}, constants={"params": down.params})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return feature_sums(view.features(carry["params"]), view.data.labels.cpu(), world.classes), KEEP

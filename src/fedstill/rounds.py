@@ -1,0 +1,85 @@
+"""run_round: the one short loop over a round's stages, which hosts every method and topology."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from fedstill.anywhere import acting
+from fedstill.method import Method
+from fedstill.origin import returned
+from fedstill.raised import as_asked, noted, with_asks, with_query
+from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.verdicts import demand_quorum, guard_norm, part, written
+from fedstill.watch import Watch, place, replies_of, told
+from fedstill.wire.screen import Rules, screen
+from fedstill.work import ClientWork
+
+
+class Engine(Protocol):
+    """Carries a stage out. The method decides what is done, the engine decides how."""
+
+    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The replies of the clients that were sent something; a client that fails replies with the reason."""
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what these clients remember of a stage; what the others remember of it is dropped."""
+
+
+def run_round(
+    method: Method, state: State, stages: Sequence[Stage], world: World, engine: Engine, watch: Watch, rules: Rules
+) -> State:
+    """One round, from the stage that the state names: the same for every method, topology and engine.
+
+    Raises ClientFailed if the rules tolerate no failure, TooFewReplies below the quorum (a link of a chain is skipped
+    instead, unless the whole chain failed), Diverged if parameters blow up, MethodFailed for a mistake in the method.
+    Then ``watch`` has been told of the stage's refusals, and the last good state is the one that it was given last.
+    Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
+    """
+    if state.stage == 0:
+        with part(method, "open", f"round {state.round}"):
+            state = returned(method.open(state, stages, world), State, method.open, "a State")
+    for stage in stages[state.stage :]:
+        state = _run_stage(method, state, stage, stages, world, engine, watch, rules)
+    return replace(state.without("answered"), round=state.round + 1, stage=0)
+
+
+def _run_stage(
+    method: Method,
+    state: State,
+    stage: Stage,
+    stages: Sequence[Stage],
+    world: World,
+    engine: Engine,
+    watch: Watch,
+    rules: Rules,
+) -> State:
+    method, where, world = acting(method, stage), place(stage), as_asked(world, state)
+    with part(method, "down", where):
+        needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
+        sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
+    with part(method, "work", where):
+        work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
+    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    with part(method, "expects", where):
+        labels = state.extra.get("labels") if "label_counts" in needs else None
+        expected = with_asks(method.expects, stage, world)
+        replies, refused = screen(expected, stage, downs, came, rules, labels)
+    done = int(state.extra.get("answered", 0))
+    with told(watch, stage, replies, refused, downs):
+        if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
+            asked = replace(stage, clients=tuple(downs))
+            demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
+        engine.commit(stage, [r.client for r in replies])
+        if replies:
+            with part(method, "fold", where):
+                state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
+                guard_norm(state, stage, replies, world)
+            state = noted(state, replies, stage, world)
+            if stage.hop:
+                state = state.next(answered=done + 1)
+    state = replace(state, stage=stage.index + 1)
+    watch.stage(stage, replies, refused, downs, state)
+    return state

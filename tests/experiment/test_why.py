@@ -1,0 +1,193 @@
+"""Why a class fell: moments, rounds gone through again, the counterfactual, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstill
+import toys
+from fedstill.cli import call
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.measures.contributions import Contributions
+from fedstill.experiment.why.again import Without, accuracies, looked_at, taken_up
+from fedstill.experiment.why.falls import BESIDE, Moment, add_looks, all_falls, looks_of, the_moment, told_of
+from fedstill.records import Stage
+
+CONFIG = """
+rounds = 6
+measure = {measure}
+measure_every = 3
+keep_checkpoints_every = {every}
+method = "{method}"
+plan = {{ epochs = 2, batch = 20, lr = 0.05 }}
+[data]
+name = "digits"
+train_size = 200
+test_size = 100
+[partition]
+alpha = 0.1
+min_size = 2
+[topology]
+clients = 6
+sampled = 3
+"""
+
+
+def made(place: Path, method: str = "fedavg", every: int = 0, measure: str = '["contributions"]') -> Path:
+    (place / "my.toml").write_text(CONFIG.format(method=method, every=every, measure=measure))
+    fedstill.run(fedstill.load(place / "my.toml"), place / "run")
+    return place / "run"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("why"), every=2)
+
+
+def rows(folder: Path) -> dict[int, list[float | None]]:
+    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return {e["round"]: e["class_accuracy"] for e in events if e["event"] == "round"}
+
+
+def quiet(round: int, last: int) -> None:
+    pass
+
+
+def test_moments_are_in_order_of_their_fall_and_the_untrained_model_comes_last() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": "initial", "class_accuracy": [1.0, 0.0, None]},
+        {"event": "round", "round": 1, "class_accuracy": [0.0, 0.8, None]},
+        {"event": "client", "round": 2},
+        {"event": "round", "round": 2, "class_accuracy": [0.5, 0.2, None]},
+    ]
+    assert [(m.round, m.of) for m in all_falls(events)] == [(2, 1), (2, 0), (1, 0), (1, 1)]
+    assert all_falls(events)[0].change == pytest.approx(-0.6)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "fedadkd"])
+def test_rounds_gone_through_again_have_the_same_bits(method: str, tmp_path: Path) -> None:
+    folder = made(tmp_path, method, every=2, measure="[]")
+    kept = taken_up(folder, 5)
+    assert kept.start == 5
+    assert accuracies(kept, 5, 6, None, quiet) == {r: a for r, a in rows(folder).items() if r > 4}
+    shutil.rmtree(folder / "checkpoints")
+    kept = taken_up(folder, 5)
+    assert kept.start == 1
+    assert accuracies(kept, 1, 6, None, quiet) == rows(folder)
+
+
+def test_a_look_later_is_the_look_of_the_run(run: Path) -> None:
+    (own,) = [look for look in looks_of(run) if look["round"] == 3]
+    (again,) = looked_at(taken_up(run, 3), 3, Contributions(), quiet)
+    for key in ("clients", "before", "after", "parts", "classes", "values", "gap"):
+        assert again[key] == own[key], key
+
+
+def test_a_client_is_left_out_for_good_or_once() -> None:
+    stages = [Stage(4, 0, "train", (1, 2)), Stage(4, 1, "more", (2,))]
+    assert Without(2, since=5).leave_out(stages, 4) == stages
+    assert [s.clients for s in Without(2, since=4).leave_out(stages, 4)] == [(1,)]
+    assert Without(2, since=3, once=True).leave_out(stages, 4) == stages
+    assert Without(7, since=1).leave_out(stages, 4) == stages
+
+
+def test_leaving_out_a_client_changes_the_rounds_from_there_on_alone(run: Path) -> None:
+    kept, was = taken_up(run, 3), rows(run)
+    acted = next(e["clients"][0] for e in looks_of(run) if e["round"] == 3)
+    without = accuracies(kept, 1 if kept.start == 1 else kept.start, 4, Without(acted, 4), quiet)
+    assert {r: a for r, a in without.items() if r < 4} == {r: was[r] for r in without if r < 4}
+    assert accuracies(kept, 3, 4, Without(acted, 3), quiet)[3] != was[3]
+
+
+def test_what_was_added_later_stands_in_place_of_the_journals(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(run, folder)
+    before = looks_of(folder)
+    add_looks(folder, [{**before[0], "game": "absent"}, {"round": 2, "stage": 0, "parts": {}}])
+    add_looks(folder, [{"round": 2, "stage": 0, "parts": {"later": []}}])
+    assert [(e["round"], e.get("game")) for e in looks_of(folder)] == [(2, None), (3, "absent"), (6, "idle")]
+    (folder / BESIDE).write_text("{")
+    with pytest.raises(CorruptFile, match=r"why\.jsonl is damaged; delete it, and ask again"):
+        looks_of(folder)
+
+
+def test_what_is_told_sums_over_stages() -> None:
+    moment = Moment(4, 1, 0.9, 0.4)
+    links = [{"round": 4, "stage": s, "parts": {f"client {s}": [0.0, -0.25]}} for s in range(2)]
+    told = told_of(moment, links)
+    assert told is not None
+    assert (dict(told.parts), dict(told.clients)) == ({"client 0": -0.25, "client 1": -0.25}, {})
+    look = {
+        "round": 4,
+        "stage": 0,
+        "parts": {"averaging": [0, -0.5]},
+        "classes": [0],
+        "clients": [3],
+        "values": [[0.1]],
+    }
+    assert told_of(moment, [look]) is None, "nobody was asked about class 1"
+    assert told_of(Moment(5, 1, 0.9, 0.4), links) is None
+
+
+def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    folder = tmp_path / "copy"
+    shutil.copytree(run, folder)
+    assert call(["why", str(folder)]) == 0
+    out, err = capsys.readouterr()
+    moment = the_moment(folder, None, None)
+    assert f"Class '{moment.of}' fell from" in out
+    assert "local training" in out
+    assert "averaging" in out
+    assert "contribution [points]" in out
+    assert "They are not the cause of the final model." in out
+    assert ("again" in err) == (moment.round not in (3, 6))
+    assert call(["why", str(folder)]) == 0
+    assert "again" not in capsys.readouterr().err, "what was found out is kept beside the journal"
+    assert call(["why", str(folder), "--class", "3", "--round", "6", "--exact", "--quiet"]) == 0
+    assert "Shapley, all coalitions" in capsys.readouterr().out
+    assert call(["why", str(folder), "--class", "3", "--round", "6", "--game", "absent", "-q"]) == 0
+    assert "the others absent" in capsys.readouterr().out
+    client = str(looks_of(folder)[-1]["clients"][0])
+    assert call(["why", str(folder), "--without", client, "--from", "5", "--class", "3", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert f"Class '3' without client {client} from round 5 on" in out
+    assert out.count(" %") == 4
+    assert call(["why", str(folder), "--worst", "3", "-q"]) == 0
+    assert capsys.readouterr().out.count("Class ") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--class", "12"], "has measured no such class and round"),
+        (["--class", "twelve"], "twelve"),
+        (["--round", "7"], "it has rounds 1 to 6"),
+        (["--without", "6"], "the run has clients 0 to 5"),
+        (["--without", "1", "--from", "7"], "the run has rounds 1 to 6"),
+    ],
+)
+def test_what_cannot_be_asked_is_said_in_one_line(
+    run: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["why", str(run), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["why", str(tmp_path)]) == 2
+    assert "holds no run: it has no journal.jsonl" in capsys.readouterr().err
+    fedstill.run(toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs())
+    with pytest.raises(ConfigError, match="has no round in which classes were measured"):
+        the_moment(tmp_path / "run", None, None)

@@ -1,0 +1,101 @@
+"""The pictures of who made the model forget: from the journal, and from what was found out later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstill
+import toys
+from fedstill.cli import call
+from fedstill.experiment.why.falls import Moment, Told
+from fedstill.report import contributors
+from fedstill.report.figures import Style
+from fedstill.report.groups import groups
+from fedstill.report.page import page
+from fedstill.report.why_said import hint_of, points, sentence_of
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("why")
+    for method in ("fedavg", "fedntd"):
+        toy = toys.toy(method, rounds=4, measure=("contributions",), measure_every=1, plan={"epochs": 3, "lr": 0.3})
+        fedstill.run(toy, folder / method, data=toys.blobs())
+    chain: dict[str, Any] = {"kind": "sequential", "clients": 6, "sampled": 3}
+    toy = toys.toy("fedseq", rounds=3, topology=chain, measure=("contributions",), measure_every=1, plan={"lr": 0.3})
+    fedstill.run(toy, folder / "fedseq", data=toys.blobs())
+    return folder
+
+
+def figures(text: str, name: str) -> list[list[dict[str, Any]]]:
+    parts = text.split(f'data-name="{name}"')[1:]
+    return [json.loads(part.partition(">")[2].partition('json">')[2].partition("</script>")[0]) for part in parts]
+
+
+def test_a_map_for_each_measured_round_and_a_fall_for_each_moment(runs: Path) -> None:
+    compared = groups([runs / "fedavg", runs / "fedntd"])
+    text = page(compared)
+    assert 'id="why"' in text
+    assert 'type="range" min="0" max="3"' in text
+    maps, falls = figures(text, "contributors"), figures(text, "falls")
+    assert [len(variants) for variants in maps] == [4, 4]
+    looks = [e for e in compared[0].started[0].measures if e["measure"] == "contributions"]
+    for variant, look in zip(maps[0], looks, strict=True):
+        if look["classes"]:
+            (trace,) = variant["data"]
+            assert trace["x"] == [f"client {c}" for c in look["clients"]]
+            first = look["classes"][0]
+            assert trace["z"][first] == pytest.approx([100 * v for v in look["values"][0]], abs=1e-3)
+    assert len(falls) == 2
+    for variant in falls[0]:
+        for trace in variant["data"]:
+            ends = {
+                name: (base, height) for name, base, height in zip(trace["x"], trace["base"], trace["y"], strict=True)
+            }
+            assert sum(ends["rest"]) == pytest.approx(ends["after"][1], abs=1e-4), "clients and the rest end there"
+            assert sum(ends["averaging"]) == pytest.approx(ends["after"][1], abs=1e-4)
+            assert ends["local training"][0] == pytest.approx(ends["before"][1], abs=1e-4)
+
+
+def test_a_chain_has_a_column_for_each_link(runs: Path) -> None:
+    compared = groups([runs / "fedseq"])
+    section = contributors.contributors(compared, Style(compared))
+    assert section is not None
+    (variants,) = figures(section.text, "contributors")
+    acted = [e["clients"][0] for e in compared[0].started[0].measures if e["round"] == 2]
+    assert variants[1]["data"][0]["x"] == [f"client {c}" for c in acted]
+
+
+def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:
+    fedstill.run(
+        toys.toy(rounds=3, measure=(), data={"name": "digits", "train_size": 100, "test_size": 60}), tmp_path / "a"
+    )
+    assert 'id="why"' not in page(groups([tmp_path / "a"]))
+    assert call(["why", str(tmp_path / "a"), "-q"]) == 0
+    assert 'id="why"' in page(groups([tmp_path / "a"]))
+
+
+def told(parts: dict[str, float], drawn: float | None = 1.0, change: float = -0.5) -> Told:
+    moment = Moment(3, 1, 0.8, 0.8 + change)
+    return Told(moment, parts, {2: -0.3, 4: 0.1, 5: -0.004}, 0.01, "idle", "path", drawn)
+
+
+def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger_part(runs: Path) -> None:
+    run = groups([runs / "fedavg"])[0].started[0]
+    said = sentence_of(run, told({"local training": -0.4, "averaging": -0.1}))
+    name = run.classes[1]
+    assert said == (
+        f"Class {name!r} fell from 80.0 % to 30.0 % in round 3: local training -40.0, averaging -10.0; of the clients, "
+        "client 2 -30.0 contributed most."
+    )
+    assert "contributed most" in sentence_of(run, told({}, change=0.1))
+    assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith("Local training took more")
+    assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging took more")
+    assert "0.20 times the class's usual share" in hint_of(told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
+    assert "links act in this order" in hint_of(told({"client 3": -0.5}))
+    assert hint_of(told({}, change=0.2)) == ""
+    assert points(-0.0004) == "0.0"

@@ -1,0 +1,108 @@
+"""The table of docs/papers.md on what goes together: every method on every topology, engine, with networks that differ.
+
+``python tools/combinations.py`` writes it anew, between its two marks. Each cell is what preparing such a run says: it
+can be done, or it is refused by name, and the refusal stands below the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstill import Experiment, from_tensors, registry
+from fedstill.data.examples import Dataset
+from fedstill.errors import FedstillError
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+
+PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
+MARKS = ("<!-- combinations -->\n", "<!-- end of combinations -->\n")
+TOPOLOGIES = {"parallel": "parallel", "sequential": "chain", "public_logits": "public logits", "peer_to_peer": "peers"}
+NETWORK = {"name": "mlp", "hidden": (8,)}
+SEVERAL = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [8, 8]}]
+
+
+def examples() -> Dataset:
+    """Sixty pictures of noise, enough for every method to be prepared."""
+    draw = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (90, 1, 4, 4), generator=draw, dtype=torch.uint8)
+    return from_tensors("noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3))
+
+
+def refusal(method: str, data: Dataset, **changes: Any) -> str:
+    """Why a run of a method is refused; empty if it is not."""
+    built = registry.lookup("method", method).build()
+    needs = built.requires()
+    network: Mapping[str, Any] = NETWORK
+    if "etf" in needs:
+        network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
+    if "slim" in needs:
+        network = {"name": "resnet56"}
+    public = "public_data" in needs or changes.get("topology", {}).get("kind") == "public_logits"
+    values: dict[str, Any] = {
+        "method": method,
+        "model": network,
+        "rounds": 1 if changes.get("topology", {}).get("kind") == "peer_to_peer" else 2,
+        "measure": (),
+        "partition": "iid",
+        "data": {"public": 12 if public else 0},
+        "topology": {"clients": 4},
+        "query": {"draw": "single", "fewer_than": 5} if "queries" in needs else {},
+    }
+    merged = {**values, **changes}
+    merged["topology"] = {**values["topology"], **changes.get("topology", {})}
+    try:
+        prepare(settle(Experiment(**merged)), data)
+    except FedstillError as error:
+        return plain(str(error), method)
+    return ""
+
+
+def plain(text: str, method: str) -> str:
+    """A refusal without the names of the method and the topology, so that equal reasons are one."""
+    text = re.sub(rf"^method {re.escape(method)}(:| on topology \w+:)? ?", "", text)
+    text = re.sub(rf"(method )?\b{re.escape(method)}\b", "it", text, count=1) if "uploads none" in text else text
+    return re.sub(r"; leave topology.kind out to get its own, \w+", "", text).strip()
+
+
+def columns(method: str, data: Dataset) -> dict[str, str]:
+    """The refusal of each column, empty where it goes."""
+    own = registry.lookup("method", method).build().topology
+    told = {title: refusal(method, data, topology={"kind": kind}) for kind, title in TOPOLOGIES.items()}
+    told["vectorised"] = refusal(method, data, topology={"kind": own}, engine="vectorised")
+    told["networks that differ"] = refusal(method, data, topology={"kind": own}, clients={"models": SEVERAL})
+    told["noise on logits"] = refusal(method, data, topology={"kind": own}, privacy={"noise": 0.5, "clip": 5.0})
+    return told
+
+
+def table() -> str:
+    """The table and the reasons, in Markdown."""
+    data, reasons = examples(), dict[str, int]()
+    lines: list[str] = []
+    head: list[str] = []
+    for method in registry.names("method"):
+        if not registry.lookup("method", method).target.__module__.startswith("fedstill."):
+            continue
+        told = columns(method, data)
+        head = head or ["method", *told]
+        cells = []
+        for why in told.values():
+            number = reasons.setdefault(why, len(reasons) + 1) if why else 0
+            cells.append(str(number) if number else "yes")
+        lines.append(f"| {' | '.join([f'`{method}`', *cells])} |")
+    said = [f"{number}. {why[:1].upper()}{why[1:]}." for why, number in reasons.items()]
+    return "\n".join([f"| {' | '.join(head)} |", f"|---|{'---|' * (len(head) - 1)}", *lines, "", *said, ""])
+
+
+def written(text: str) -> str:
+    """The page with the table of now between the marks."""
+    start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    return f"{text[:start]}\n{table()}\n{text[end:]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
