@@ -1,7 +1,7 @@
 """Planted culprits: how often ``fedstill why`` names first who is known to harm a class, and what simpler guesses say.
 
-``python -m benchmarks.culprits [--rounds 40] [--seeds 1,2,3] [--methods fedavg,fedntd,scaffold]``: digits, twenty
-clients, ten a round, Dirichlet 0.5 and 0.2. One client is planted: its labels of class 7 are changed, in all of its
+``python -m benchmarks.culprits [--rounds 40] [--seeds 1,2,3] [--methods fedavg,fedntd,scaffold] [--alphas 0.5,0.2]``:
+digits, twenty clients, ten a round, Dirichlet. One client is planted: its labels of class 7 are changed, in all of its
 data ("all") or in half ("half"); or it holds class 7 and nobody else does ("helper", who must never be named). Counted
 are the rounds in which it acts and the class falls by 10 points or more; the share in which each rule names it first.
 """
@@ -58,7 +58,7 @@ def counted(kind: str, alpha: float, method: str, seed: int, rounds: int) -> lis
         measure=("benchmarks.guesses:Guesses",),
         measure_every=1,
         topology={"clients": CLIENTS, "sampled": 10},
-        plan={"epochs": 5, "batch": 20, "lr": 0.05},
+        plan={"epochs": 5, "batch": 20, "lr": 0.02},
     )
     with tempfile.TemporaryDirectory() as place:
         return [e for e in run(asked, Path(place) / "run", data=data).measures if "first" in e]
@@ -70,10 +70,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--methods", default="fedavg,fedntd,scaffold")
+    parser.add_argument("--alphas", default="0.5,0.2")
     said = parser.parse_args()
     seeds, rows = list(map(int, said.seeds.split(","))), []
     for kind in ("all", "half", "helper"):
-        for alpha in (0.5, 0.2):
+        for alpha in map(float, said.alphas.split(",")):
             for method in said.methods.split(","):
                 looks = [e for seed in seeds for e in counted(kind, alpha, method, seed, said.rounds)]
                 fall = 100 * float(np.mean([e["fall"] for e in looks])) if looks else 0.0

@@ -88,6 +88,26 @@ def test_sequential_is_a_chain_in_the_order_drawn() -> None:
     assert [s.clients[0] for s in stages] == sample(Small(), 4, 5)
 
 
+def test_a_chain_in_fixed_order_is_of_all_clients_by_id() -> None:
+    assert [s.clients[0] for s in Sequential(order="fixed")(4, Small())] == list(range(20))
+    assert [s.clients[0] for s in Sequential(order="fixed", sampled=3)(4, Small())] == sorted(sample(Small(), 4, 3))
+
+
+def test_a_chain_takes_stages_before_and_after() -> None:
+    schedule = Sequential(sampled=2, first="warm", last="alone")
+    first, middle, last = (schedule(r, Small()) for r in (1, 3, 5))
+    assert [(s.name, s.index, s.hop) for s in first] == [("warm", 0, False), ("train", 1, True), ("train", 2, True)]
+    assert [s.name for s in middle] == ["train", "train"]
+    assert [(s.name, s.hop) for s in last] == [("train", True), ("train", True), ("alone", False)]
+    assert first[0].clients == last[2].clients == tuple(range(20))
+
+
+def test_a_stage_after_every_rounds_training_is_for_the_rounds_clients() -> None:
+    stages = Parallel(sampled=2, before="head", after="own", server="distil", last="finetune")(5, Small())
+    assert [s.name for s in stages] == ["head", "train", "own", "distil", "finetune"]
+    assert stages[0].clients == stages[1].clients == stages[2].clients
+
+
 def test_public_logits_takes_stages_before_and_after() -> None:
     schedule = PublicLogits(sampled=2, first="pretrain", start="transfer", last="revisit")
     everyone = tuple(range(20))

@@ -115,8 +115,15 @@ def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
     return {"name": "etf", "of": of, "arguments": arguments or {"hidden": (8,)}}
 
 
+def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
+    """A client's own network and a shared one."""
+    own_arguments = arguments or ({"hidden": (6,)} if own == "mlp" else {})
+    both = {"own": own, "own_arguments": own_arguments, "shared": "mlp", "shared_arguments": {"hidden": (8,)}}
+    return {"name": "pair", **both}
+
+
 def suited(name: str) -> dict[str, object]:
-    """What a toy experiment with a method needs: one round among peers, public data, queries, a simplex."""
+    """What a toy experiment with a method needs: one round among peers, public data, queries, a network of its kind."""
     built = lookup("method", name).build()
     peers = built.topology == "peer_to_peer"
     return {
@@ -125,6 +132,7 @@ def suited(name: str) -> dict[str, object]:
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
         **({"model": on_simplex()} if "etf" in built.requires() else {}),
+        **({"model": two_networks()} if "pair" in built.requires() else {}),
     }
 
 

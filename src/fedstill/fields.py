@@ -40,6 +40,9 @@ def problem(hint: Any, value: Any) -> str:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] in ("tuple_type", "list_type"):
+            given = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+            return f"{shown(first['input'])}: write a list, {shown(given if isinstance(given, list) else [given])}"
         return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return ""
 

@@ -1,8 +1,8 @@
 """Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or import path.
 
-A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when a name of
-that kind is first asked for. A user's own thing is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"``
-where the file registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
+A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when one of its
+names is first asked for. A user's own is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"`` where it
+registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
 """
 
 from __future__ import annotations
@@ -67,10 +67,9 @@ class Entry:
         hints = get_type_hints(_annotated(self.target), include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():
-            if name in GIVEN.get(self.kind, ()) or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
-                continue
-            default = ... if p.default is p.empty else p.default
-            out[name] = (hints.get(name, Any), self.preset.get(name, default))
+            if name not in GIVEN.get(self.kind, ()) and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+                default = ... if p.default is p.empty else p.default
+                out[name] = (hints.get(name, Any), self.preset.get(name, default))
         return out
 
     @property
@@ -165,8 +164,7 @@ def enter(entry: Entry) -> None:
 
 def bound(kind: str, name: str) -> Any:
     """What a name ``python:Name`` stands for in this process; None if nothing does."""
-    entry = _entries.get((kind, name))
-    return entry.target if entry else None
+    return entry.target if (entry := _entries.get((kind, name))) else None
 
 
 @functools.cache
@@ -218,14 +216,16 @@ def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entry:
     own = [e for (k, _), e in _entries.items() if k == kind and e.target.__module__ == module.__name__]
+    file = Path(name).name
     if attribute:
-        target = getattr(module, attribute, None)
-        if not callable(target):
-            known = [n for n in vars(module) if not n.startswith("_")]
-            raise UnknownName(kind, attribute, known, where=module.__name__)
+        if not callable(target := getattr(module, attribute, None)):
+            raise UnknownName(kind, attribute, (n for n in vars(module) if n[0] != "_"), where=file.split(":")[0])
         entry = next((e for e in own if e.target is target), Entry(kind, name, target))
     elif len(own) != 1:
-        raise ConfigError(f"{kind} {name!r}: the file registers {len(own)} of them; name one as {name!r} + ':Name'")
+        targets = [e.target for e in own] or filter(callable, vars(module).values())
+        some = [f"{file}:{v.__name__}" for v in targets if getattr(v, "__module__", "") == module.__name__][:5]
+        has = f"the file registers {len(own) or 'no'} {kind}{'s' * bool(own)}"
+        raise ConfigError(f"{kind} {file!r}: {has}; say what of it is meant: {' or '.join(some)}")
     else:
         entry = own[0]
     _refuse_undecorated(entry)

@@ -69,7 +69,8 @@ def _run_stage(
         replies, refused = screen(expected, stage, downs, came, rules, labels)
     done = int(state.extra.get("answered", 0))
     with told(watch, stage, replies, refused, downs):
-        if downs and not (stage.hop and (replies or done or stage.index + 1 < len(stages))):
+        onward = any(later.hop for later in stages[stage.index + 1 :])
+        if downs and not (stage.hop and (replies or done or onward)):
             asked = replace(stage, clients=tuple(downs))
             demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
         engine.commit(stage, [r.client for r in replies])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -71,12 +71,14 @@ class Parallel(_Sampled):
     solved for from sums that they send, whatever the method."""
     before: str = ""
     """A stage of this name stands before every round's, for the round's clients (FedRep, Ditto)."""
+    after: str = ""
+    """A stage of this name follows every round's, for the round's clients."""
     closing: str = ""
     """A stage of this name is the very last, in which the server works (CCVR)."""
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         clients = tuple(sorted(self.drawn(round, world)))
-        stages = [Stage(round, 0, name, clients) for name in (self.before, "train") if name]
+        stages = [Stage(round, 0, name, clients) for name in (self.before, "train", self.after) if name]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
         if self.server:
@@ -93,8 +95,23 @@ class Parallel(_Sampled):
 class Sequential(_Sampled):
     """Sampled clients train one after another, in the order drawn: each goes on from the model of the one before."""
 
+    order: Literal["drawn", "fixed"] = "drawn"
+    """Whether clients act in the order drawn, or by their ids; then all do, if sampled is unset (MetaFed)."""
+    first: str = ""
+    """A stage of this name stands before round 1's chain, for all clients side by side (MetaFed)."""
+    last: str = ""
+    """A stage of this name follows the last round's chain, for all clients side by side (MetaFed)."""
+
     def __call__(self, round: int, world: World) -> list[Stage]:
-        return _numbered([Stage(round, 0, "train", (c,), hop=True) for c in self.drawn(round, world)])
+        everyone = self.order == "fixed" and self.sampled is None
+        clients = _everyone(world, round) if everyone else self.drawn(round, world)
+        chain = sorted(clients) if self.order == "fixed" else clients
+        stages = [Stage(round, 0, "train", (c,), hop=True) for c in chain]
+        if self.first and round == 1:
+            stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+        if self.last and round == world.rounds:
+            stages.append(Stage(round, 0, self.last, _everyone(world, round)))
+        return _numbered(stages)
 
 
 @register("topology", "public_logits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,6 +38,9 @@ class Examples:
 
     def __len__(self) -> int:
         return self.values.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<Examples: {len(self):,} of shape {tuple(self.values.shape[1:])}, {self.values.dtype}>"
 
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
@@ -99,6 +102,21 @@ class Step(Protocol):
 
     def features(self) -> Tensor:
         """The student's penultimate features (B, D)."""
+
+    def head(self, features: Tensor) -> Tensor:
+        """The student's logits (B, C) of given features (B, D)."""
+
+    def part(self, name: str) -> Tensor:
+        """What a submodule of the student gives for the batch: a network of a ``pair``."""
+
+    def levels(self) -> Sequence[str]:
+        """The levels of the network, where ``through`` can go over from the student to a teacher."""
+
+    def through(self, teacher: str, level: str) -> Tensor:
+        """A frozen teacher's logits (B, C) of what the student has at a level, with gradient to that.
+
+        Ask for it before ``logits``: the student's pass is then made once.
+        """
 
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
         """The student's logits (B, C), and what enters and leaves its slimmable stage: whole, and at a share of it."""

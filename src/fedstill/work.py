@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedstill.errors import BadPayload
 from fedstill.losses import cross_entropy
-from fedstill.records import NOTHING, Carry, Payload, Ran, Step, Tensors, View, World
+from fedstill.records import NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
 
 
 class ClientWork:
@@ -29,8 +29,11 @@ class ClientWork:
         """What is sent up, and what this client remembers until it acts again; ``KEEP``: what it did before."""
         return Payload(params=params), NOTHING
 
-    def answer(self, params: Tensors) -> Tensors:
-        """The model that this client answers with, where it is another than what training left; measures take it."""
+    def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
+        """The model that this client answers with, made of what training left of its network; measures take it.
+
+        Parameters of that network, or another network with its own.
+        """
         return params
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:

@@ -44,7 +44,12 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("run small.toml -s rounds=1 seed=2", "each value has its own -s: -s rounds=1 -s seed=2"),
         ("compare small.toml --grid plan.lr=1 seed=2", "each value has its own --grid: --grid plan.lr=1 --grid seed=2"),
         ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
-        ("run small.toml more.toml", "Unused Tokens: ['more.toml']."),
+        ("compare small.toml --grid plan.lr=1 2", "the values of a key are written with commas: --grid plan.lr=1,2"),
+        ("run small.toml plan.lr=1", "a value over the config's needs -s before it: -s plan.lr=1"),
+        ("run small.toml -s measure=local", "measure = 'local': write a list, ['local']"),
+        ("run small.toml -s measure=local,x", "measure = 'local,x': write a list, ['local', 'x']"),
+        ("run small.toml -s data.mean=0.5", "data.mean = 0.5: write a list, [0.5]"),
+        ("run small.toml more.toml", "nothing takes 'more.toml' here"),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
         (
             "list recipes",

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from fedstill.data.sources import load_dataset
+from fedstill.data.sources import from_tensors, load_dataset
 from fedstill.errors import ConfigError, DataError
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 
 FILE = '''
 import torch
@@ -66,3 +71,49 @@ def test_a_broken_contract_is_one_line(function: str, kind: type[Exception], wor
     assert "\n" not in str(caught.value)
     if function == "raises":
         assert isinstance(caught.value.__cause__, RuntimeError), "--debug shows the traceback"
+
+
+def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the file registers no dataset; .* meant: mine\.py:some or"):
+        load_dataset("mine.py", base=base)
+    with pytest.raises(ConfigError, match=r"^mine\.py: unknown dataset 'date'; did you mean 'data'\?$"):
+        load_dataset("mine.py:date", base=base)
+
+
+def test_what_a_data_set_is_fits_on_a_line(base: Path) -> None:
+    data = load_dataset("mine.py:data", base=base)
+    assert repr(data) == "<Dataset mine in None: 30 train, 9 test; rows of a table of (4,), 3 classes>"
+    assert repr(data.train) == "<Examples: 30 of shape (4,), torch.float32>"
+
+
+def test_images_with_their_channels_last_are_refused() -> None:
+    images, labels = np.zeros((6, 8, 8, 3), np.uint8), np.arange(6) % 2
+    with pytest.raises(DataError, match=r"channels last; give \(N, C, H, W\): values.transpose\(0, 3, 1, 2\)"):
+        from_tensors("photos", (images, labels), (images, labels))
+    first = images.transpose(0, 3, 1, 2)
+    assert from_tensors("photos", (first, labels), (first, labels)).input_shape == (3, 8, 8)
+
+
+def test_sounds_and_archives_of_other_numbers_are_led_to_a_function(tmp_path: Path) -> None:
+    (tmp_path / "tones/high").mkdir(parents=True)
+    (tmp_path / "tones/high/1.wav").write_bytes(b"RIFF")
+    with pytest.raises(DataError, match=r"holds no images \(it holds 1 .wav\).*sounds.*'mine.py:data'"):
+        load_dataset("tones", base=tmp_path)
+    arrays = {f"{split}_images": np.zeros((4, 8, 8)) for split in ("train", "test")}
+    np.savez(tmp_path / "tones.npz", **arrays, train_labels=np.arange(4), test_labels=np.arange(4))
+    with pytest.raises(DataError, match=r"train_images.npy holds float64, and images are uint8.*'mine.py:data'"):
+        load_dataset("tones.npz", base=tmp_path)
+
+
+def test_a_run_may_resize_images_of_several_sizes(tmp_path: Path) -> None:
+    for split, n in (("train", 6), ("test", 4)):
+        for i in range(n):
+            place = tmp_path / "scans" / split / "ab"[i % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8 + i, 8), i).save(place / f"{i}.png")
+    config = tmp_path / "scans.toml"
+    config.write_text('data = "scans"\ntopology = { clients = 2 }\npartition = "iid"\n')
+    with pytest.raises(DataError, match=r"set data\.size = 8 to resize all"):
+        prepare(settle(load(config)))
+    ready = prepare(settle(load(config, ("data.size=8",))))
+    assert ready.dataset.input_shape == (1, 8, 8)

@@ -297,7 +297,7 @@ def test_columns_by_name_text_labels_and_no_test_split(root):
     images, _ = pictures(30, 3, (8, 8))
     labels = ["cat", "ape", "bee"] * 10
     write_parquet(root / "zoo/all.parquet", images, labels, image="photo", label="animal")
-    refused("set label_column", "zoo")
+    refused("set data.label_column", "zoo")
     data = load_dataset("zoo", label_column="animal", image_column="photo")
     assert data.classes == ("ape", "bee", "cat")
     assert (len(data.train), len(data.test)) == (24, 6)
@@ -454,7 +454,7 @@ def test_corrupt_parquet(root):
 def test_images_of_different_sizes_and_kinds(root):
     images, labels = pictures(4, 2, (8, 8))
     write_parquet(root / "mine/train-0.parquet", [*images, images[0][:5]], [*labels, 0])
-    assert "example 4 is 8×5 grey, the first 8×8 grey" in refused("set size = 8", "mine")
+    assert "example 4 is 8×5 grey, the first 8×8 grey" in refused("set data.size = 8", "mine")
     assert load_dataset("mine", size=8).input_shape == (1, 8, 8)
     write_parquet(root / "kinds/train-0.parquet", [*images, np.zeros((8, 8, 3), np.uint8)], [*labels, 0])
     refused("example 4 is 8×8 RGB, the first 8×8 grey", "kinds")

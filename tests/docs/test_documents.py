@@ -151,8 +151,11 @@ def test_a_data_set_is_added_as_the_page_says(
         if kind == "python" and not title:
             exec(compile(text, "add_a_data_set.md", "exec"), {})
     follow("add_a_data_set.md", tmp_path, capsys)
-    starts = [read_journal(tmp_path / run / "journal.jsonl")[0] for run in ("first", "third", "fourth", "fifth")]
-    assert [start["inputs"]["kind"] for start in starts] == ["table", "text", "series", "table"]
+    starts = [
+        read_journal(tmp_path / run / "journal.jsonl")[0] for run in ("first", "third", "fourth", "fifth", "seventh")
+    ]
+    assert [start["inputs"]["kind"] for start in starts] == ["table", "text", "series", "table", "series"]
+    assert starts[4]["inputs"]["shape"] == [65, 129]
     assert starts[0]["client_names"] == ["harbour", "hill", "north"]
     monkeypatch.syspath_prepend(str(tmp_path))
     assert passing(tmp_path / "test_mine.py") == 2
@@ -211,6 +214,16 @@ def test_runs_are_tracked_as_the_page_says(
     said = capsys.readouterr().out
     assert "printed seed 1" in said
     assert said.endswith("finished\n")
+
+
+@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+def test_the_first_config_of_the_front_pages_is_the_one_that_their_commands_take(page: str, tmp_path: Path) -> None:
+    (text,) = (text for kind, _, text in blocks(page) if kind == "toml")
+    (tmp_path / "my.toml").write_text(text)
+    what = load(tmp_path / "my.toml")
+    settle(what)
+    named = re.findall(r"runs/(\w+)-(\w+)-seed(\d+)-1", (ROOT / "docs" / page).read_text())
+    assert set(named) <= {(what.table("method")["name"], what.table("data")["name"], str(what.seed))}
 
 
 def test_the_configs_shown_resolve(tmp_path: Path) -> None:

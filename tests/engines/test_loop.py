@@ -201,3 +201,26 @@ def test_dropout_draws_by_key() -> None:
     other = train(ClientWork(), start, plan, STAGE, view, ready.sites.inputs, seed=8).params
     assert all(torch.equal(first[k], second[k]) for k in first)
     assert any(not torch.equal(first[k], other[k]) for k in first)
+
+
+@dataclass(frozen=True)
+class InParts(ClientWork):
+    """Takes the network apart: what its parts give is what the whole one does."""
+
+    whole: bool
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        if self.whole:
+            return super().terms(step, carry)
+        through = step.through("t", step.levels()[-1])
+        torch.testing.assert_close(through, step.teacher("t"), rtol=NEAR, atol=NEAR)
+        z = step.head(step.part("body"))
+        assert torch.equal(z, step.logits())
+        return {"ce": torch.nn.functional.cross_entropy(z, step.y, reduction="none")}
+
+
+def test_parts_of_the_network_in_a_step_are_those_of_the_whole(prepared: Prepared) -> None:
+    """In the first step, in which the teacher is the student; and the gradient reaches all entries."""
+    plan, teacher = Plan(steps=1, epochs=0, batch=10, lr=0.1), {"t": prepared.world.initial(0)}
+    ours, theirs = (trained(prepared, plan, InParts(whole), teachers=teacher).params for whole in (False, True))
+    assert all(torch.equal(ours[k], v) for k, v in theirs.items())

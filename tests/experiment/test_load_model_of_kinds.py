@@ -23,6 +23,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run, settings_of
 from fedstill.experiment.trained.loading import load_model
+from fedstill.experiment.trained.model_card import model_card
 from fedstill.models.contract import predictor
 
 Runs = Callable[[str], Path]
@@ -99,6 +100,11 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
     with torch.no_grad():
         logits = torch.cat([model(some) for some in raw.split(100)])
     assert torch.equal(logits, own)
+    called = {"table": ("tabular", "rows of a table"), "series": ("other", "series"), "text": ("text", "texts")}
+    task, words = called[kind]
+    card = model_card(model, None)
+    assert f"pipeline_tag: {task}" in card
+    assert f"A classifier of {words}, with {len(model.classes)} classes" in card
     if kind == "table":
         assert raw.isnan().any(), "a value is missing"
         assert abs(float(raw[:, 1].mean())) > 50, "raw rows are in the units of the file"

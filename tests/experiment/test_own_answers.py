@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,13 +15,15 @@ from torch import Tensor
 
 import toys
 from fedstill.cli import call
-from fedstill.errors import IncompatibleMethod
+from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.trained.loading import load_model
 from fedstill.method import Method
-from fedstill.records import Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.models.contract import predictor
+from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
 from fedstill.report.groups import groups
 from fedstill.report.page import page
@@ -59,6 +61,19 @@ class Silent(Apart):
     """The same, and it does not say so."""
 
     personal: ClassVar[frozenset[str]] = frozenset()
+
+
+@method("toy_grouped")
+@dataclass(frozen=True)
+class Grouped(Apart):
+    """The same, with a model for each of two groups at the server."""
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return State(params={}, round=state.round, stage=state.stage)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        start = world.initial(SERVER)
+        return {f"cluster {i}": predictor(world.model(SERVER), start) for i in range(2)} if not state.params else {}
 
 
 @dataclass(frozen=True)
@@ -183,3 +198,15 @@ def test_personal_needs_no_models_in_replies(tmp_path: Path) -> None:
     found = run(apart(measure=["personal"]), tmp_path / "run", data=toys.blobs())
     assert found.history[-1]["local_train_accuracy"] > 0
     assert found.history[-1]["personalised_accuracy"] > 0
+
+
+def test_models_of_groups_are_evaluated_and_loaded_and_none_is_the_accuracy(tmp_path: Path) -> None:
+    result = run(toys.toy("toy_grouped", rounds=1), tmp_path / "run", data=toys.blobs())
+    assert result.summary["accuracy"] is None
+    assert result.summary["personal_accuracy"] is not None
+    assert list(result.history[0]["others"]) == ["cluster 0", "cluster 1"]
+    with pytest.raises(ConfigError, match=r"name one .*, or client = 'cluster 0', or client = 'cluster 1'"):
+        load_model(result)
+    assert load_model(result, client="cluster 1").about["model"] == "cluster 1"
+    with pytest.raises(ConfigError, match="client = 'cluster 2' is none of toy_grouped's models: cluster 0, cluster 1"):
+        load_model(result, client="cluster 2")

@@ -22,6 +22,9 @@ from fedstill.experiment.config.paths import resolved_data_name
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.running.own_tests import OwnTests
+from fedstill.report.data_split import class_by_client, splits
+from fedstill.report.figures import short
+from fedstill.report.groups import groups
 from fedstill.report.page import write_page
 
 SIZES = ((20, 4), (30, 6), (10, 2))
@@ -110,6 +113,13 @@ def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path)
     page = write_page([tmp_path / "one"], tmp_path / "report.html").read_text()
     assert "Client by client" in page
     assert "chur" in page
+    (split,) = splits(groups([tmp_path / "one"]))
+    assert split.clients == ["bern", "chur", "genf"]
+    drawn = class_by_client(split)
+    assert drawn["layout"]["xaxis"]["ticktext"] == ["bern", "chur", "genf"]
+    assert drawn["data"][0]["customdata"][0] == ["bern", "chur", "genf"]
+    assert short("Universitätsklinikum <Heidelberg>") == "Universitätsklini…"
+    assert short("A & <B>") == "A &amp; &lt;B&gt;"
 
 
 def test_a_run_of_owners_goes_on_to_the_same_bits(tmp_path: Path) -> None:

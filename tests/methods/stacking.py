@@ -35,6 +35,7 @@ def experiment(name: str, engine: str, **changes: Any) -> Experiment:
     values: dict[str, Any] = {"plan": PLAN, "topology": {"clients": 6}, "engine": engine, "clients": toys.TOLERANT}
     values |= {"model": plain.toy_slim.__name__} if "slim" in needs else {}
     values |= {"model": toys.on_simplex()} if "etf" in needs else {}
+    values |= {"model": toys.two_networks()} if "pair" in needs else {}
     values |= {"data": {"public": toys.PUBLIC if "public_data" in needs else 0}}
     topology = registry.lookup("method", name).build().topology
     if topology == "peer_to_peer":

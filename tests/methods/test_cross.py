@@ -17,7 +17,7 @@ from run_bits import assert_same_bits, bits, stopped
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 TOPOLOGIES = ["parallel", "sequential", "public_logits", "peer_to_peer"]
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 ON_ITS_OWN_ONLY = {
     n for n in METHODS if registry.lookup("method", n).build().topology in ("peer_to_peer", "public_logits")
 }
@@ -41,6 +41,7 @@ def experiment(method: object, topology: str) -> Experiment:
     needs = registry.lookup("method", str(name)).build().requires()
     slim = {"model": toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}} if "slim" in needs else {}
     slim |= {"model": toys.on_simplex()} if "etf" in needs else {}
+    slim |= {"model": toys.two_networks()} if "pair" in needs else {}
     size = {} if topology == "peer_to_peer" else {"sampled": 3}
     public = {"data": {"public": toys.PUBLIC}} if "public_data" in needs or topology == "public_logits" else {}
     asked = {"query": {"draw": "single", "fewer_than": 5}} if "queries" in needs else {}
@@ -105,6 +106,7 @@ def test_what_runs_and_what_is_refused_is_known(name: str) -> None:
         ("feddf", "sequential", "an ensemble needs several"),
         ("fedbe", "sequential", "an ensemble needs several"),
         ({"name": "fedcurv", "scope": "last_round"}, "sequential", "method.scope = 'all_seen'"),
+        ("metafed", "parallel", "there is no client before"),
         ("fedseq", "parallel", "side by side it is method fedavg"),
         ("cwc", "parallel", "no client passes an importance on"),
         ("fedavg", "peer_to_peer", "does not know stage 'refine' of topology peer_to_peer"),

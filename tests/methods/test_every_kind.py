@@ -21,7 +21,7 @@ REFUSED = {("fedalign", kind): "needs a model with a slimmable stage" for kind i
 REFUSED |= {("pfnm", "text"): "bag(hidden=(8,), width=6) has embeddings; choose another method"}
 """What cannot run on a kind, and what is said of it."""
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc"}
+ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 """Nothing is side by side there."""
 
 
@@ -36,6 +36,14 @@ def two_rounds(name: str, kind: str, engine: str, network: object = None) -> sta
         changes["plan"] = {**stacking.PLAN, "epochs": 1, "validation": 0.0, "patience": 0, "keep": "last"}
     if "public_data" in method.requires():
         changes["data"] = {"public": 16}
+    if "pair" in method.requires():
+        own = {k: v for k, v in NETWORKS[kind].items() if k != "name"}
+        two = {
+            f"{who}{what}": v
+            for who in ("own", "shared")
+            for what, v in (("", NETWORKS[kind]["name"]), ("_arguments", own))
+        }
+        changes["model"] = {"name": "pair", **two}
     if name in ON_A_CHAIN_ONLY:
         changes["topology"] = {"clients": 6}
     if name == "pfnm":  # one of its eighteen settings, and few units to match

@@ -24,7 +24,7 @@ BY_LOGITS = {
 would have given."""
 STAGES = {
     "ft_fedavg": (*TRAIN, "finetune"),
-    **dict.fromkeys(("aver", "camkd", "cwc", "ebkd", "fedseq", "sfedkd"), 4 * TRAIN),
+    **dict.fromkeys(("aver", "camkd", "cwc", "ebkd", "fedseq", "metafed", "sfedkd"), 4 * TRAIN),
     **dict.fromkeys(("ensemble", "fedavg_once", "local_only", "pfnm"), FIT),
     **dict.fromkeys(("clue", "naive_kd"), ASKED),
     **dict.fromkeys(("qkt", "qkt_light", "qkt_light_volunteer", "qkt_var_e"), REFINED),
@@ -33,7 +33,7 @@ STAGES = {
 }
 """The stages of a round in which clients' uploads are attacked, where they are not the one stage ``train``."""
 SEND_A_PART = {
-    **dict.fromkeys(("fedbabu", "fedrep", "fedrod", "lg_fedavg"), "shared"),
+    **dict.fromkeys(("fedbabu", "fedrep", "fedrod", "fml", "lg_fedavg"), "shared"),
     "feddbe": "mean, shared",
     "afl": "cross, gram",
     **dict.fromkeys(("fd", "fedproto", "fedtgp"), "counts, means"),
@@ -47,7 +47,7 @@ def test_a_part_of_a_model_is_not_attacked_and_the_refusal_says_so(name: str) ->
     with pytest.raises(
         ConfigError, match=f"clients of method {name} send neither models nor logits but {SEND_A_PART[name]}"
     ):
-        run(toys.toy(name, measure=("leakage",)), None, toys.blobs())
+        run(toys.toy(name, measure=("leakage",), **toys.suited(name)), None, toys.blobs())
 
 
 @pytest.mark.parametrize("name", [n for n in METHODS if n not in SEND_A_PART])

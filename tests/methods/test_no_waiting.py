@@ -69,7 +69,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watch]]:
         yield seen
 
 
-NO_STEPS = ("toy_failing", "fedseq", "cwc", "afl")
+NO_STEPS = ("toy_failing", "fedseq", "cwc", "metafed", "afl")
 """Methods that fail, that run on a chain only, or that train nothing."""
 
 

@@ -137,7 +137,7 @@ def test_the_answer_is_the_sum_of_both_heads_logits() -> None:
     x = Federation(ready).data(client)[0]
     h = features(own, x)
     both = (h @ own["head.weight"].T + own["head.bias"]) + (h @ own["own.weight"].T + own["own.bias"])
-    answer = ready.settings.method.work(stage).answer(own)
+    answer = ready.settings.method.work(stage).answer(own, ready.world.model(client))
     torch.testing.assert_close(contract.predictor(ready.world.model(client), answer)(x), both, rtol=NEAR, atol=NEAR)
     assert list(ready.settings.method.predictors(states[-1], ready.world)) == ["global"]
 

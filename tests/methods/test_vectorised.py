@@ -49,7 +49,7 @@ def assert_equal(serial: Rounds, stacked: Rounds) -> None:
         assert a.metrics.get("loss", {}) == pytest.approx(b.metrics.get("loss", {}), abs=NEAR)
 
 
-ON_A_CHAIN_ONLY = {"fedseq", "cwc", "toy_chain"}
+ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed", "toy_chain"}
 """Nothing is side by side there."""
 
 

@@ -52,6 +52,7 @@ OWN = [
     if registry.lookup("model", name).target.__module__.startswith("fedstill.models.")
     and name
     not in (
+        "pair",
         "series_cnn",
         "ft_transformer",
         "bag",

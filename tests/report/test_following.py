@@ -136,6 +136,20 @@ def test_a_comparison_says_which_run_ended_and_how_far_all_are(
     ]
 
 
+def test_runs_that_are_not_known_yet_are_counted(outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]) -> None:
+    clock, (first, second) = Clock(), outcomes
+    with RunLines(clock, runs=3) as lines:
+        first.state = "running"
+        lines.show([first])
+        first.state, first.done, first.accuracy, clock.now = "finished", 10, 0.5, 10
+        lines.show([first, second])
+    assert capsys.readouterr().err.splitlines() == [
+        "0 of 30 rounds in 3 runs, 1 at work, 0 s",
+        "10 of 30 rounds in 3 runs, 0 at work, 10 s, about 20 s left",
+        "fedavg, seed 1: finished, accuracy 50.00 %, 1 of 3 runs",
+    ]
+
+
 CONFIG = "rounds = 3\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\nepochs = 1\n"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
@@ -30,12 +32,29 @@ __all__ = [
 
 def main() -> None:
     """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are training."""
+    signal.signal(signal.SIGINT, _interrupted)
     try:
         sys.exit(call(sys.argv[1:]))
     except KeyboardInterrupt:
-        say("ended at once; finished work is kept", 1)
-        sys.stdout.flush()
-        os._exit(1)
+        _end_at_once()
+
+
+def _interrupted(_: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; but end at once where a module is being imported, which would make another error of it.
+
+    NumPy and torch are half imported then, and what they raise, or abort with, says nothing of the interrupt.
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _end_at_once()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _end_at_once() -> None:
+    sys.stdout.flush()
+    os.write(2, b"fedstill: ended at once; finished work is kept\n")
+    os._exit(1)
 
 
 def call(tokens: list[str]) -> int:
@@ -45,7 +64,7 @@ def call(tokens: list[str]) -> int:
     try:
         result = app(tokens, exit_on_error=False, print_error=False)
     except UnusedCliTokensError as error:
-        return say(unused_words(tokens) or str(error), 2)
+        return say(unused_words(tokens) or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here", 2)
     except CycloptsError as error:
         return say(str(error), 2)
     except FedstillError as error:

@@ -26,7 +26,14 @@ def spaced_list(tokens: Sequence[str]) -> str:
 
 
 def unused_words(tokens: Sequence[str]) -> str:
-    """The same where the command had no use for some words, whatever they look like; also of options to repeat."""
+    """The same where the command had no use for some words, whatever they look like; also of options to repeat.
+
+    >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
+    'a value over the config\'s needs -s before it: -s plan.lr=0.1'
+    """
+    alone = next((words for option, words in _values(tokens) if not option), [])
+    if settings := [f"-s {word}" for word in alone if "=" in word]:
+        return f"a value over the config's needs -s before it: {' '.join(settings)}"
     return _corrected(tokens, LISTS | REPEATED, lambda _: True)
 
 
@@ -34,6 +41,8 @@ def _corrected(tokens: Sequence[str], options: frozenset[str], is_part: Callable
     for option, words in _values(tokens):
         parts = [words[0], *filter(is_part, words[1:])] if words else []
         if option in options and len(parts) > 1:
+            if option == "--grid" and not any("=" in part for part in parts[1:]):
+                return f"the values of a key are written with commas: --grid {','.join(p.strip(',') for p in parts)}"
             if option in REPEATED:
                 return f"each value has its own {option}: {' '.join(f'{option} {part}' for part in parts)}"
             return f"a list is written with commas: {option} {','.join(part.strip(',') for part in parts)}"

@@ -55,10 +55,12 @@ def tune_command(
     from fedstill.report.following_several import followed_runs
 
     folder, count = out or new_folder("tune"), jobs or compared.jobs_that_fit()
-    with claimed(folder), followed_runs(quiet) as shown:
+    before: list[Outcome] = []
+    with claimed(folder), followed_runs(quiet, trials * len(seeds)) as shown:
 
         def do(runs: Sequence[Variant]) -> Sequence[Outcome]:
-            return compared.carry_out_runs(runs, count, shown.show)
+            before.extend(ended := compared.carry_out_runs(runs, count, lambda now: shown.show([*before, *now])))
+            return ended
 
         tuning = Tuning(load(config, set_), parse_space(space), seeds, folder, do, goal)
         for _ in tuning.run(trials):

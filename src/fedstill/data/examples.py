@@ -34,6 +34,11 @@ class Dataset:
     about: About = IMAGES
     before: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        splits = {"train": self.train, "test": self.test, "validation": self.validation}
+        counts = ", ".join(f"{len(e):,} {split}" for split, e in splits.items() if e is not None)
+        return f"<Dataset {self.name}: {counts}; {self.many} of {self.input_shape}, {len(self.classes)} classes>"
+
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of each example: of an image (C, H, W), of a vector (D,), of a series (C, L), of token ids (L,)."""

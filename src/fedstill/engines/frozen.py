@@ -29,7 +29,12 @@ class FrozenModel:
 
 def frozen_teachers(named: Mapping[str, Teacher], own: ModelSpec) -> dict[str, FrozenModel]:
     """The teachers of a ``Carry``, in the one form that engines know; parameters alone are of ``own`` architecture."""
-    return {n: FrozenModel(*t) if isinstance(t, tuple) else FrozenModel(own, t) for n, t in named.items()}
+    return {name: frozen(teacher, own) for name, teacher in named.items()}
+
+
+def frozen(model: Teacher, own: ModelSpec) -> FrozenModel:
+    """Parameters of ``own`` architecture, or a network with its parameters, in that form."""
+    return FrozenModel(*model) if isinstance(model, tuple) else FrozenModel(own, model)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
 from fedstill.engines.client_measures import AtClient, ClientMeasures
+from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
@@ -25,7 +26,7 @@ from fedstill.files import digest
 from fedstill.keys import seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
-from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, Tensors, View, World
+from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, View, World
 from fedstill.watch import place
 from fedstill.wire.codec import encode
 from fedstill.wire.privacy import Privacy
@@ -190,28 +191,28 @@ class SerialEngine:
         own = report_of(work, work.report(params, carry, view, self.world))
         metrics |= {OWN: dict(own)} if own else {}
         metrics["seconds_training"] = seconds
-        if carry.model is None:
-            by_epoch = [work.answer(each) for each in trained.by_epoch] if trained else []
-            first, last = (work.answer(each) if each else each for each in (carry.params, params))
-            metrics |= self._measure(stage, view, first, last, by_epoch, frozenset(up))
+        models = (
+            [carry.params, params, *(trained.by_epoch if trained else ())] if params and carry.model is None else []
+        )
+        answers = [frozen(work.answer(m, view.model), view.model) for m in models]
+        metrics |= self._measure(stage, view, answers, frozenset(up))
         metrics["seconds"] = begun.seconds + seconds + time.perf_counter() - start
         return Reply(view.client, up, len(view.data), metrics, stage.round, stage.index)
 
     def _measure(
-        self,
-        stage: Stage,
-        view: View,
-        start: Tensors,
-        params: Tensors,
-        by_epoch: Sequence[Tensors],
-        sent: frozenset[str],
+        self, stage: Stage, view: View, models: Sequence[FrozenModel], sent: frozenset[str]
     ) -> dict[str, object]:
-        """What this client measures: as the measures say, and at a real site on its own test set."""
-        sites, classes = self.sites, self.world.classes
+        """What this client measures: as the measures say, and at a real site on its own test set.
+
+        models: what it answers with before and after its work, and after each epoch where that is asked for. sent: the
+        groups of its reply.
+        """
+        if not models:
+            return {}
+        sites, classes, view = self.sites, self.world.classes, replace(view, model=models[0].spec)
+        start, params, *by_epoch = (model.params for model in models)
         common = (sites.common_test, sites.public, sites.inputs, classes)
         seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
-        if not params:
-            return {}
         taken = self.measures.take(seen) if self.measures.due(stage) else {}
         if view.test is not None and len(view.test):
             taken["site_accuracy"] = sum(seen.correct_by_class(params, view.test)) / len(view.test)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedstill.engines.frozen import frozen_teachers
+from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.precision import Precision, lowered
 from fedstill.errors import BadPayload
 from fedstill.models import contract
+from fedstill.models.cut import above, at_levels
+from fedstill.models.layer_chain import levels
 from fedstill.records import Carry, Ends, ModelSpec, Tensors
 
 P = ParamSpec("P")
@@ -67,18 +69,22 @@ class Networks:
 
     def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
         """Logits or features of a frozen teacher for one batch; raises BadPayload for one that is not in the carry."""
-        if name not in carry.teachers:
-            raise BadPayload(f"there is no teacher {name!r} in the carry, only {sorted(carry.teachers)}")
+        teacher = self.frozen(carry, name)
         known = self.table(name, what)
         if known is not None:
             return known[rows]
         if self.now is not None:
             return self.now(name, what, x)
-        teacher = frozen_teachers(carry.teachers, self.spec)[name]
         module = contract.module(teacher.spec, "frozen").eval()
         run = contract.forward if what == "logits" else contract.features
         with torch.no_grad():
             return lowered(run, self.precision, self.device)(module, teacher.params, x)
+
+    def frozen(self, carry: Carry, name: str) -> FrozenModel:
+        """A teacher; raises BadPayload for one that is not in the carry."""
+        if name not in carry.teachers:
+            raise BadPayload(f"there is no teacher {name!r} in the carry, only {sorted(carry.teachers)}")
+        return frozen(carry.teachers[name], self.spec)
 
 
 class Seen:
@@ -101,6 +107,7 @@ class Seen:
         self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
+        self._levels: dict[str, Tensor] = {}
 
     def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:
@@ -112,6 +119,25 @@ class Seen:
             self._features = self._run(contract.features)(self._networks.module, self.params, self.x)
             self._logits = self._run(contract.head)(self._networks.module, self.params, self._features)
         return self._features
+
+    def head(self, features: Tensor) -> Tensor:
+        return self._run(contract.head)(self._networks.module, self.params, features)
+
+    def part(self, name: str) -> Tensor:
+        return self._run(contract.run_part)(self._networks.module, name, self.params, self.x)
+
+    def levels(self) -> Sequence[str]:
+        return levels(self._networks.module)
+
+    def through(self, teacher: str, level: str) -> Tensor:
+        if not self._levels:
+            run = self._run(at_levels)
+            self._levels, self._features = run(self._networks.module, self.params, self.x)
+            self._logits = self.head(self._features)
+        known = self._networks.frozen(self._carry, teacher)
+        module = contract.module(known.spec, "frozen").eval()
+        still = {k: v.detach() for k, v in known.params.items()}
+        return self._run(above)(module, still, level, self._levels[level])
 
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
         logits, whole, part = self._run(contract.slim)(self._networks.module, self.params, self.x, share)

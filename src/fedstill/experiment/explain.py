@@ -219,9 +219,10 @@ def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:
-    if stages[0].hop:
-        return (f"{len(stages)} × {stages[0].name}, one client after another",)
-    return tuple(f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages)
+    hops = [s.name for s in stages if s.hop]
+    chain = f"{len(hops)} × {hops[0]}, one client after another" if hops else ""
+    who = [f"{s.name} ({'server' if s.clients == (SERVER,) else f'{len(s.clients)} clients'})" for s in stages]
+    return tuple(dict.fromkeys(chain if s.hop else own for s, own in zip(stages, who, strict=True)))
 
 
 def told_of_examples(prepared: Prepared) -> list[str]:

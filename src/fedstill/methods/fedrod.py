@@ -26,7 +26,7 @@ from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.additions import ADDED, own_logits, with_both_heads
-from fedstill.records import Carry, Payload, Stage, State, Step, Tensors, View, World
+from fedstill.records import Carry, ModelSpec, Payload, Stage, State, Step, Teacher, Tensors, View, World
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -73,5 +73,5 @@ class BothHeads(KeepsItsOwn):
         balanced = adjusted_cross_entropy(z, step.y, shift=carry["shift"])
         return {"balanced": balanced, "own": cross_entropy(own, step.y)}
 
-    def answer(self, params: Tensors) -> Tensors:
+    def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
         return with_both_heads(params)

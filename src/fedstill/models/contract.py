@@ -25,7 +25,7 @@ from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
 from fedstill.models.held_entries import moving, put_in
-from fedstill.models.layer_chain import with_widths
+from fedstill.models.layer_chain import levels, with_widths
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -119,12 +119,15 @@ def trainable_names(spec: ModelSpec) -> set[str]:
 def capabilities(spec: ModelSpec) -> set[str]:
     """What a method may need of a model: "features" and "head" of a body-and-head model, "slim" of a slimmable one.
 
-    "etf": its head is a fixed simplex.
+    "etf": its head is a fixed simplex; "levels": its body is a chain of layers; "pair": it is two networks, ``own`` and
+    ``shared``.
     """
     m = module(spec)
     split = isinstance(getattr(m, "body", None), nn.Module) and isinstance(getattr(m, "head", None), nn.Module)
     known = {"features": split, "head": split, "slim": split and bool(_slimmable(m))}
     known["etf"] = split and getattr(m.head, "simplex", False) is True
+    known["levels"] = split and bool(levels(m))
+    known["pair"] = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
     return {name for name, there in known.items() if there}
 
 
@@ -140,12 +143,12 @@ def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
 
 def features(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
     """Penultimate features (B, D); raises IncompatibleMethod for a model without body and head."""
-    return _part(m, "body", params, x)
+    return run_part(m, "body", params, x)
 
 
 def head(m: nn.Module, params: Tensors, z: Tensor) -> Tensor:
     """Logits (B, C) of features (B, D)."""
-    return _part(m, "head", params, z)
+    return run_part(m, "head", params, z)
 
 
 def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor, Ends, Ends]:
@@ -159,11 +162,11 @@ def slim(m: nn.Module, params: Tensors, x: Tensor, share: float) -> tuple[Tensor
         raise IncompatibleMethod(f"{type(m).__name__} has no slimmable stage")
     before = after = x
     for name, _ in m.get_submodule("body").named_children():
-        before, x = (x if name == stage else before), _part(m, f"body.{name}", params, x)
+        before, x = (x if name == stage else before), run_part(m, f"body.{name}", params, x)
         after = x if name == stage else after
     width: int = m.get_submodule(f"body.{stage}").slim_width(before.shape[1], share)  # type: ignore[operator]
     narrow = before[:, :width].detach()
-    return head(m, params, x), (before, after), (narrow, _part(m, f"body.{stage}", params, narrow, share))
+    return head(m, params, x), (before, after), (narrow, run_part(m, f"body.{stage}", params, narrow, share))
 
 
 def _slimmable(m: nn.Module) -> str:
@@ -172,7 +175,8 @@ def _slimmable(m: nn.Module) -> str:
     return next((name for name, part in named if hasattr(part, "slim_width")), "")
 
 
-def _part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tensor:
+def run_part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tensor:
+    """What a named submodule gives; raises IncompatibleMethod for a model without it."""
     try:
         part = m.get_submodule(name)
     except AttributeError as error:

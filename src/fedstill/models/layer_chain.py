@@ -52,6 +52,21 @@ def last_block(m: nn.Module) -> list[tuple[str, list[str]]] | None:
     return chains
 
 
+def levels(m: nn.Module) -> list[str]:
+    """Where a body that is a chain of layers can be cut: its parts after which the rest of another one can go on.
+
+    After each ReLU or block of layers, and after the whole body if layers with weights follow the last of these.
+    """
+    body = getattr(m, "body", None)
+    if not isinstance(body, nn.Sequential) or not len(body):
+        return []
+    children = list(body.named_children())
+    cuts = [name for name, layer in children if isinstance(layer, (nn.ReLU, nn.Sequential))]
+    after = children[[name for name, _ in children].index(cuts[-1]) + 1 :] if cuts else children
+    whole = not cuts or any(list(layer.parameters()) for _, layer in after)
+    return [*cuts, children[-1][0]] if whole else cuts
+
+
 def with_widths(m: nn.Module, widths: Sequence[int]) -> nn.Module:
     """A plain chain whose hidden layers have other numbers of units; its weights are new. Changes the module.
 

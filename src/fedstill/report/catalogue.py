@@ -15,7 +15,7 @@ from fedstill import docstrings
 from fedstill.fields import legal
 from fedstill.method import Method
 from fedstill.records import Plan
-from fedstill.registry import Entry
+from fedstill.registry import USER, Entry
 
 ALWAYS = ("epochs", "batch", "optimiser", "lr")
 """What is said of every plan; of the rest, what differs from plain SGD."""
@@ -58,7 +58,8 @@ def _about(entry: Entry) -> Iterator[tuple[str, str]]:
             yield label.lower(), text.replace("``", "").replace("; ", apart)
     if inspect.isclass(entry.target) and issubclass(entry.target, Method):
         yield from _of_method(entry.target, entry)
-    yield "code", f"{entry.target.__module__}.{getattr(entry.target, '__qualname__', '')}"
+    name, home = getattr(entry.target, "__qualname__", ""), entry.target.__module__
+    yield "code", f"{inspect.getsourcefile(entry.target)}, {name}" if home.startswith(USER) else f"{home}.{name}"
 
 
 def _of_method(method: type[Method], entry: Entry) -> Iterator[tuple[str, str]]:

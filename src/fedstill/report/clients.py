@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded
+from fedstill.report.data_split import NAMED
+from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded, short
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
@@ -116,11 +117,13 @@ def _cells(groups: Sequence[Group], client: str, kinds: Sequence[str]) -> list[C
 
 def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
     ids = _ids(groups)
+    called = [name if (name := _name(groups, c)) != c else f"client {c}" for c in ids]
+    names = {plain(name): short(name) for name in called}
     data = [
         {
             "type": "bar",
             "name": named(g),
-            "x": [name if (name := _name(groups, c)) != c else f"client {c}" for c in ids],
+            "x": list(names),
             "y": [rounded(accuracies[c]) if c in accuracies else None for c in ids],
             "marker": {"color": style.colour(g)},
             "hovertemplate": "%{x}: %{y:.2%}",
@@ -128,7 +131,10 @@ def _bars(groups: Sequence[Group], style: Style, kind: str) -> Figure:
         for g in groups
         if (accuracies := _last(g, f"{kind}_by_client"))
     ]
-    return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category"})}
+    ticks = (
+        {"tickmode": "array", "tickvals": list(names), "ticktext": list(names.values())} if len(ids) <= NAMED else {}
+    )
+    return {"data": data, "layout": layout(barmode="group", yaxis=PERCENT, xaxis={"type": "category", **ticks})}
 
 
 def _server(groups: Sequence[Group], style: Style) -> Figure:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstill.data.dealt_out import LabelCounts
-from fedstill.report.figures import COLOURS, Figure, layout
+from fedstill.report.figures import COLOURS, Figure, layout, plain, short, whole_numbers
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS, MOST_CELLS, class_axis, class_names, height_of
 from fedstill.report.markup import Html, choice, figure, grid, section, sentence
@@ -20,6 +20,8 @@ from fedstill.report.runs import Run
 KINDS = ("examples", "in-local p", "out-local p")
 FIRST = 200
 """How many clients a map shows where all are too many."""
+NAMED = 60
+"""The most clients whose names stand on an axis."""
 BINS = 40
 """The most bars of a picture that counts clients."""
 
@@ -43,6 +45,12 @@ class Split:
         seeds = sorted({r.seed for r in self.runs})
         kind = self.runs[0].settings.get("partition.kind", "")
         return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts):,} clients)"
+
+    @property
+    def clients(self) -> list[str]:
+        """What the clients that a map shows are called in the data; empty where they have no names."""
+        called: Sequence[str] = next((n for r in self.runs if (n := r.start.get("client_names"))), ())
+        return list(map(str, called[: len(self.drawn)]))
 
     @property
     def drawn(self) -> Sequence[list[int]]:
@@ -76,6 +84,7 @@ def class_by_client(split: Split, kind: str = "examples") -> Figure:
     each: Sequence[Sequence[float]] = split.drawn
     if kind != KINDS[0]:
         each = [_distribution(counts, kind) for counts in split.drawn]
+    who = "%{customdata}" if split.clients else "client %{x}"
     trace = {
         "type": "heatmap",
         "x": list(range(len(each))),
@@ -87,17 +96,30 @@ def class_by_client(split: Split, kind: str = "examples") -> Figure:
         "ygap": 1,
         "hoverongaps": False,
         "texttemplate": "%{z}" if len(each) <= (40 if kind == KINDS[0] else 20) else "",
-        "hovertemplate": f"client %{{x}}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
+        "hovertemplate": f"{who}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
         "colorbar": {"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
     }
+    if split.clients:
+        trace["customdata"] = [[plain(name) for name in split.clients]] * len(split.classes)
     axes = layout(
         height=height_of(len(split.classes)),
         showlegend=False,
         hovermode="closest",
-        xaxis={"title": {"text": "client"}, "showgrid": False, "zeroline": False},
+        xaxis={"title": {"text": "client"}, "showgrid": False, "zeroline": False, **_ticks(split)},
         yaxis=class_axis("class"),
     )
     return {"data": [trace], "layout": axes}
+
+
+def _ticks(split: Split) -> dict[str, Any]:
+    """Clients on an axis: by their names, short ones where they are few; else by number."""
+    if not split.clients or len(split.clients) > NAMED:
+        return whole_numbers(len(split.drawn))
+    return {
+        "tickmode": "array",
+        "tickvals": list(range(len(split.clients))),
+        "ticktext": list(map(short, split.clients)),
+    }
 
 
 def split_section(groups: Sequence[Group]) -> Html | None:

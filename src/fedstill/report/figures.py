@@ -19,6 +19,8 @@ DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
 """How many groups a figure names within itself; of more, the page shows a key."""
+LETTERS = 18
+"""The most letters of a name on an axis."""
 
 
 class Style:
@@ -132,6 +134,16 @@ def named(group: Group) -> str:
 def plain(name: str) -> str:
     """A name whose markup Plotly prints as text."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def short(name: str) -> str:
+    """A name as an axis has room for: a long one is cut."""
+    return plain(name if len(name) <= LETTERS else f"{name[: LETTERS - 1].rstrip()}…")
+
+
+def whole_numbers(count: int) -> dict[str, Any]:
+    """Ticks of an axis from 0 on with so many whole numbers: none between them."""
+    return {"tickmode": "linear", "dtick": 1} if count <= 12 else {}
 
 
 def _dotted(group: Group, style: Style) -> dict[str, Any]:

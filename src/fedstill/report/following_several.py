@@ -27,11 +27,20 @@ class ManyRuns(Protocol):
         """Show how far they are; called a few times a second."""
 
 
-def followed_runs(quiet: bool = False) -> ManyRuns:
-    """What follows a comparison: bars in a terminal, elsewhere a line every few seconds and for each run that ends."""
+def followed_runs(quiet: bool = False, runs: int = 0) -> ManyRuns:
+    """What follows a comparison: bars in a terminal, elsewhere a line every few seconds and for each run that ends.
+
+    runs: how many there will be, where not all are known from the start.
+    """
     if quiet:
         return UnseenRuns()
-    return RunBars() if in_terminal() else RunLines()
+    return RunBars(runs) if in_terminal() else RunLines(runs=runs)
+
+
+def _all_rounds(outcomes: Sequence[Outcome], runs: int) -> int:
+    """The rounds of all runs; those that are not known yet are taken to be like the others."""
+    known = sum(o.rounds for o in outcomes)
+    return known * max(runs, len(outcomes)) // max(1, len(outcomes))
 
 
 class UnseenRuns:
@@ -50,7 +59,8 @@ class UnseenRuns:
 class RunBars:
     """A progress bar over all rounds of all runs, and one line for each run under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs: int = 0) -> None:
+        self.runs = runs
         self._bar = progress_bar()
         self._all: TaskID | None = None
         self._tasks: dict[Path, TaskID] = {}
@@ -65,7 +75,7 @@ class RunBars:
     def show(self, outcomes: Sequence[Outcome]) -> None:
         """Show how far the runs are."""
         if self._all is None:
-            self._all = self._bar.add_task("all rounds", total=sum(o.rounds for o in outcomes), said="")
+            self._all = self._bar.add_task("all rounds", total=_all_rounds(outcomes, self.runs), said="")
         self._bar.update(self._all, completed=sum(o.done for o in outcomes))
         for outcome in outcomes:
             task = self._tasks.get(outcome.variant.folder)
@@ -80,8 +90,8 @@ class RunBars:
 class RunLines:
     """A line when a run ends, and one for all of them at least ``EVERY`` seconds after a line."""
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
-        self.clock = clock
+    def __init__(self, clock: Clock = time.monotonic, runs: int = 0) -> None:
+        self.clock, self.runs = clock, runs
         self._before: dict[Path, int] = {}  # rounds that a run had when it was begun or gone on with
         self._ended: set[Path] = set()
         self._last = -EVERY
@@ -96,6 +106,7 @@ class RunLines:
 
     def show(self, outcomes: Sequence[Outcome]) -> None:
         """Say how far all are, at first and from time to time, and what has ended."""
+        self.runs = max(self.runs, len(outcomes))
         for outcome in outcomes:
             if outcome.state != "waiting":
                 self._before.setdefault(outcome.variant.folder, outcome.done)
@@ -105,13 +116,15 @@ class RunLines:
             folder = outcome.variant.folder
             if outcome.state in ENDS and folder not in self._ended:
                 self._ended.add(folder)
-                self._say(f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of {len(outcomes)} runs")
+                self._say(
+                    f"{_name(outcome)}: {_end(outcome)}, {len(self._ended)} of {max(self.runs, len(outcomes))} runs"
+                )
 
     def _far(self, outcomes: Sequence[Outcome]) -> str:
-        done, rounds = sum(o.done for o in outcomes), sum(o.rounds for o in outcomes)
+        done, rounds = sum(o.done for o in outcomes), _all_rounds(outcomes, self.runs)
         here, passed = done - sum(self._before.values()), self.clock() - self._began
         at_work = sum(o.state == "running" for o in outcomes)
-        far = f"{done} of {rounds} rounds in {len(outcomes)} runs, {at_work} at work, {duration(passed)}"
+        far = f"{done} of {rounds} rounds in {self.runs} runs, {at_work} at work, {duration(passed)}"
         return f"{far}, about {duration(passed / here * (rounds - done))} left" if here else far
 
     def _say(self, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedstill.report.figures import Figure, layout, plain
+from fedstill.report.figures import Figure, layout, plain, whole_numbers
 from fedstill.report.groups import Group
 from fedstill.report.series import class_means
 
@@ -76,7 +76,7 @@ def class_map(
         height=height_of(len(names)),
         showlegend=False,
         hovermode="closest",
-        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False},
+        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **whole_numbers(len(columns))},
         yaxis=class_axis("class"),
     )
     return {"data": [trace] if rows else [], "layout": {**axes, **about}}

@@ -70,6 +70,7 @@ def _bars(groups: Sequence[Group], style: Style, form: str) -> Figure:
                 "text": [name for _ in there],
                 "textposition": "inside",
                 "insidetextanchor": "start",
+                "meta": "faint" if strength < 1 else "full",  # the page writes on faint bars as on its ground
                 "hovertemplate": f"%{{x}}: {name} %{{y:.2%}}<extra></extra>",
             }
         )

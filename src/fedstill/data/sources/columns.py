@@ -134,4 +134,4 @@ def is_image(feature: Any) -> bool:
 
 def _absent(what: str, role: str, name: str | None, features: Mapping[str, Any]) -> str:
     asked = f"no column {name!r}" if name else f"not one clear {role} column"
-    return f"{what} has {asked} among {', '.join(features) or 'none'}; set {role}_column"
+    return f"{what} has {asked} among {', '.join(features) or 'none'}; set data.{role}_column"

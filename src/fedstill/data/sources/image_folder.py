@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,12 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
     """
     images = sorted((f for f in files if f.suffix.lower() in IMAGE_SUFFIXES), key=lambda f: f.as_posix())
     if not images:
-        raise DataError(f"{place} holds no images; a folder of images holds one folder a class, e.g. train/cat/1.png")
+        kinds = Counter(f.suffix.lower() for f in files if f.suffix)
+        there = f" (it holds {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))})" if kinds else ""
+        raise DataError(
+            f"{place} holds no images{there}; a folder of images holds one folder a class, e.g. train/cat/1.png. "
+            "Other files, sounds say, are read by a function of yours: data.name = 'mine.py:data'"
+        )
     for table in (f for f in files if f.name in TABLES):
         raise DataError(f"{table} is not read; put each image into a folder named by its class, or write parquet files")
     by_split: dict[str, list[Path]] = {}

@@ -50,9 +50,10 @@ def input_columns(what: str, schema: pa.Schema, columns: Columns) -> InputColumn
     label, classes = label_column(what, features, columns)
     named = {name for name, _ in form.categorical}
     rest = {f.name: f.type for f in schema if f.name not in (label, form.owner)}
-    for name in (*form.columns, *named, *filter(None, [form.input])):
+    asked = {"columns": form.columns, "categorical": named, "input_column": filter(None, [form.input])}
+    for key, name in ((key, name) for key, each in asked.items() for name in each):
         if name not in rest:
-            raise DataError(f"{what} has no column {name!r} among {', '.join(rest) or 'none'}; correct [data]")
+            raise DataError(f"{what} has no column {name!r} among {', '.join(rest) or 'none'}; correct data.{key}")
     form = _with_kind(what, form, rest, named)
     if form.kind == "table" and not form.columns:
         form = replace(form, columns=tuple(n for n, k in rest.items() if n in named or _is_number(k)))

@@ -88,7 +88,12 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
 def _count(images: _Header, labels: _Header) -> int:
     """The number of examples; ValueError for headers that are not those of images and their labels."""
     count = math.prod(labels.shape)
-    if len(images.shape) not in (3, 4) or images.dtype != np.uint8 or count != images.shape[0]:
+    if images.dtype != np.uint8:
+        raise DataError(
+            f"{images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for other numbers write a "
+            "function of yours with fedstill.from_tensors, and name it as data.name = 'mine.py:data'"
+        )
+    if len(images.shape) not in (3, 4) or count != images.shape[0]:
         raise ValueError(f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels")
     return count
 

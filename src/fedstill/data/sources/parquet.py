@@ -119,7 +119,9 @@ def _label_column(path: Path, schema: pa.Schema, name: str) -> str:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, _is_text)
     if not any(is_one(kind) for is_one in plain):
-        raise DataError(f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set label_column")
+        raise DataError(
+            f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set data.label_column"
+        )
     return name
 
 

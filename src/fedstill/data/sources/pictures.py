@@ -55,7 +55,7 @@ class Pictures:
     side: int | None = None
     rows: int = 0
     within: Path | str = ""
-    remedy: str = "set size = SIDE to resize all"
+    remedy: str = "set data.size = SIDE to resize all"
     _first: Shape | None = field(default=None, repr=False)
 
     def decoded(self, cell: Any, k: int) -> Pixels:

@@ -121,6 +121,7 @@ def _split(what: str, given: tuple[Array, Array], vocabulary: int) -> Arrays:
 def _numbers(what: str, values: NDArray[Any]) -> NDArray[Any]:
     """Pixels as they are, or numbers as float32."""
     if values.dtype == np.uint8 and values.ndim == 4:
+        _refuse_channels_last(what, values)
         return values
     if values.dtype.kind != "f":
         raise DataError(
@@ -131,6 +132,16 @@ def _numbers(what: str, values: NDArray[Any]) -> NDArray[Any]:
     if len(wrong):
         raise DataError(f"{what}: example {wrong[0]} has a value that is missing or infinite; correct or leave it out")
     return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _refuse_channels_last(what: str, values: NDArray[Any]) -> None:
+    """Raise DataError for images (N, H, W, C), as most image libraries give them: they would be read as H channels."""
+    _, first, second, last = values.shape
+    if last in (1, 3, 4) and first == second > 4:
+        raise DataError(
+            f"{what}: values of shape {values.shape} have their channels last; give (N, C, H, W): "
+            "values.transpose(0, 3, 1, 2) of an array, values.permute(0, 3, 1, 2) of a tensor"
+        )
 
 
 def _ids(what: str, values: NDArray[Any], vocabulary: int) -> NDArray[np.int64]:

@@ -40,7 +40,7 @@ def verified(name: str, data: Decoded, known: Known | None = None) -> Decoded:
     if len(set(shapes.values())) != 1:
         if data.about.kind != "image":
             raise DataError(f"{name}: examples differ between splits, their shapes are {shapes}; make them alike")
-        raise DataError(f"{name}: images differ between splits, (C, H, W) = {shapes}; set size to resize all")
+        raise DataError(f"{name}: images differ between splits, (C, H, W) = {shapes}; set data.size to resize all")
     for split, (_, labels) in data.splits.items():
         wrong = np.flatnonzero((labels < 0) | (labels >= len(classes)))
         if len(wrong):

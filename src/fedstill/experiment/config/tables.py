@@ -19,6 +19,7 @@ from fedstill.fields import Count, CountOrZero, NonNegative, Positive, PositiveS
 from fedstill.queries import Trigger
 from fedstill.wire.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 
+Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 """A way in which training images vary."""
@@ -68,6 +69,8 @@ class DataTable:
     """The column that holds the images; empty: it is looked for."""
     label_column: str = ""
     """The column that holds the labels; empty: it is looked for."""
+    size: Side | None = None
+    """Images are resized to so many pixels a side; unset: they stay as they are, and must be alike."""
     augment: tuple[Change, ...] = ()
     """How training images are varied."""
     train_size: CountOrZero = 0

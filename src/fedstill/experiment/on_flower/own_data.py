@@ -46,7 +46,8 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
     """
     form = _form(settings, facts, tokenizer)
     label = {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
-    own = load_dataset(data, **({} if ".py:" in data else {**form, **label}))
+    size = {"size": settings.data.size} if settings.data.size else {}
+    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **size}))
     _refuse_unlike(own, facts)
     train, test = (Examples(e.values, labels_of(own, e, facts)) for e in (own.train, own.test))
     by = _standard(settings, own, facts)

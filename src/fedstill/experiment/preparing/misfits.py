@@ -24,6 +24,8 @@ ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
     "head": ("head", "give it submodules body and head"),
     "etf": ("a simplex as its head", "set model.name = 'etf', and model.of to the network's name"),
+    "levels": ("a body that is a chain of layers", "choose mlp, cnn or a ResNet"),
+    "pair": ("a network of the client's own beside", "set model.name = 'pair', and model.own and model.shared"),
     "slim": ("a slimmable stage", "set model.name = 'resnet56'"),
 }
 """What a method may need of a model: in words, and what would give it."""

@@ -160,7 +160,7 @@ def read_data(settings: Settings) -> Dataset:
     data = settings.data
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
-    columns = {k: v for k in ("image_column", "label_column") if (v := getattr(data, k))}
+    columns = {k: v for k in ("image_column", "label_column", "size") if (v := getattr(data, k))}
     owner = settings.named.partition.values.get("column") or settings.named.stream.values.get("column")
     form = {**data.form, **({"owner": owner} if owner else {})}
     return load_dataset(data.name, folder=data.folder or None, **columns, **form)

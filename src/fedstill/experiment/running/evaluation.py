@@ -36,11 +36,20 @@ def dealt_out(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> DealtOut 
     return DealtOut(FlatParts(order, sites.parts.ends), labels[order], names, numbers)
 
 
+def of_some_clients(name: str) -> bool:
+    """Whether a predictor's name ends with a number: then it answers for a client or a group, not for all.
+
+    >>> of_some_clients("cluster 0"), of_some_clients("client 3"), of_some_clients("global")
+    (True, True, False)
+    """
+    return name.rpartition(" ")[2].isdecimal()
+
+
 def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:
     """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by name in ``others``.
 
-    Models of single clients ("client N") all stand in ``others``: none of them is the federation's. None where there is
-    no test set, or no test image of a class.
+    Models of some clients ("client 3", "cluster 0") all stand in ``others``: none of them is the federation's. None
+    where there is no test set, or no test image of a class.
     """
     test, totals = sites.common_test, images_by_class(sites, classes)
     if test is None or not predictors:
@@ -51,6 +60,6 @@ def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteV
         by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
         each[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
     first, *others = each
-    if first.startswith("client "):
+    if of_some_clients(first):
         return {"accuracy": None, "class_accuracy": [None] * classes, "others": each}
     return {**each[first], **({"others": {n: each[n] for n in others}} if others else {})}

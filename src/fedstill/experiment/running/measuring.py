@@ -59,6 +59,7 @@ class Measuring:
         self.measures = measures(settings.measure)
         self.budget = Budget.of(self.prepared)
         self.rounds = settings.measured_in
+        self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.hop}
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
         self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
@@ -219,7 +220,7 @@ class Measuring:
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)
-        accepted = [e["client"] for e in events if "refused" not in e and "idle" not in e and e["round"] > 0]
+        accepted = [e["client"] for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]
         self._acted = [*self._acted, *accepted][-2:]
 
     def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:

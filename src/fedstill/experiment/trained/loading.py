@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.desk import Desk
+from fedstill.engines.frozen import frozen
 from fedstill.engines.memory import Memory
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.settings import Settings
@@ -26,6 +27,7 @@ from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.evidence import SUFFIX, readable
 from fedstill.experiment.run_directory.result import Result
+from fedstill.experiment.running.evaluation import of_some_clients
 from fedstill.experiment.running.provenance import sources
 from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of, stored_inputs
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
@@ -46,11 +48,12 @@ Versions = Mapping[int, tuple[str, str]]
 """Which file, with which SHA-256, holds what a client remembers."""
 
 
-def load_model(run: Result | Path | str, client: int | None = None, data: Dataset | None = None) -> TrainedModel:
+def load_model(run: Result | Path | str, client: int | str | None = None, data: Dataset | None = None) -> TrainedModel:
     """The model that a run trained, with its normalisation or standardisation inside, in evaluation mode.
 
     run: a result, or the run's directory; of a run that was stopped, the model of its last checkpoint. client: of a
-    method that answers with a model for each client, whose; else left out. data: the run's data set, for a run that an
+    method that answers with a model for each client, whose; of one that groups clients, which, "cluster 1", as its
+    predictors are named; else left out. data: the run's data set, for a run that an
     earlier version began and did not write down what normalises the images.
     Gives :class:`TrainedModel`: uint8 images, raw numbers or token ids in, logits out. On the run's test set, in
     batches of 100, it has the accuracy that the run printed. Where each client standardised its own columns, it takes
@@ -66,7 +69,7 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
     if not start:
         raise ConfigError(f"{folder} has no model yet: it stopped before it began; `fedstill resume {folder}`")
     _warn_of_changes(settings, start[0])
-    inputs = inputs_of(folder, settings, start[0], data, client)
+    inputs = inputs_of(folder, settings, start[0], data, client if isinstance(client, int) else None)
     world = _world(settings, start[0], inputs)
     state, versions = _last(folder)
     name, predict = _answer(_Trained(folder, settings, world, state, versions), client)
@@ -74,7 +77,7 @@ def load_model(run: Result | Path | str, client: int | None = None, data: Datase
         "model": name,
         "network": _networks(predict),
         **_about(settings, state, (folder / "summary.json").is_file()),
-        **({"own_after": sorted(settings.method.personal)} if client is not None else {}),
+        **({"own_after": sorted(settings.method.personal)} if isinstance(client, int) else {}),
         **_counted(start[0]),
         **({"standardised": inputs.standardise} if inputs.standardise else {}),
         **{k: start[0][k] for k in VERSIONS if k in start[0]},
@@ -139,22 +142,27 @@ def _last(folder: Path) -> tuple[State, Versions]:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
-def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _answer(run: _Trained, client: int | str | None) -> tuple[str, Callable[[Tensor], Tensor]]:
     """What a run answers with, for everybody or for one client, and what it is called."""
     method, world = run.settings.method, run.world
     name = run.settings.named.method.name
-    if client is not None and not 0 <= client < world.clients:
+    if isinstance(client, int) and not 0 <= client < world.clients:
         raise ConfigError(f"client = {client} must be from 0 to {world.clients - 1}: {run.folder} has no other")
     with part(method, "predictors", f"after the last checkpoint of {run.folder}"):
         # Where clients have models of their own, the server's may be one that nobody trained.
         learned = not method.personal or not same_bits(run.state.params, world.initial(SERVER))
         named = dict(method.predictors(run.state, world)) if learned else {}
-    everybody = next((n for n in named if not n.startswith("client ")), "")
+    everybody = next((n for n in named if not of_some_clients(n)), "")
     if client is None:
         if not everybody:
             who = f"name one from 0 to {world.clients - 1}, e.g. client = 0 (--client 0)"
-            raise ConfigError(f"{name} trains a model for each client and none for all; {who}")
+            groups = "".join(f", or client = {n!r}" for n in named if not n.startswith("client "))
+            raise ConfigError(f"{name} trains a model for each client and none for all; {who}{groups}")
         return everybody, named[everybody]
+    if isinstance(client, str):
+        if client not in named:
+            raise ConfigError(f"client = {client!r} is none of {name}'s models: {', '.join(named) or 'it has none'}")
+        return client, named[client]
     if f"client {client}" in named:
         return f"client {client}", named[f"client {client}"]
     if not method.personal:
@@ -164,7 +172,9 @@ def _answer(run: _Trained, client: int | None) -> tuple[str, Callable[[Tensor], 
     if own is None:
         raise ConfigError(f"client {client} has no model of its own in {run.folder}: it has not trained one")
     after = [s for s in run.settings.topology(world.rounds, world) if s.name in method.personal]
-    return f"client {client}", predictor(world.model(client), method.work(after[-1]).answer(own) if after else own)
+    spec = world.model(client)
+    answer = frozen(method.work(after[-1]).answer(own, spec) if after else own, spec)
+    return f"client {client}", predictor(answer.spec, answer.params)
 
 
 def _remembered(run: _Trained, client: int) -> Payload:

@@ -11,6 +11,7 @@ import numpy as np
 from fedstill import registry
 from fedstill.errors import UnknownName
 from fedstill.experiment.run_directory.journal import Event
+from fedstill.experiment.running.evaluation import of_some_clients
 from fedstill.experiment.trained.trained_model import TrainedModel
 from fedstill.metrics.forgetting import forgetting_by_class
 from fedstill.models.norms import of_the_batch
@@ -25,6 +26,14 @@ model = Classifier.load()
 logits = model({many})  # {inputs}
 names = [model.classes[i] for i in logits.argmax(1)]
 ```"""
+
+TASKS = {
+    "image": "image-classification",
+    "table": "tabular-classification",
+    "vector": "tabular-classification",
+    "text": "text-classification",
+}
+"""What the Hugging Face hub calls the task, by the kind of the examples."""
 
 FILES = {
     "model.safetensors": "the weights",
@@ -61,7 +70,7 @@ def measured_of(events: Sequence[Event], about: Mapping[str, Any]) -> Measured |
 
 
 def _of(event: Event, name: str) -> Mapping[str, Any] | None:
-    of = event.get("others", {}).get(name) or ({} if name.startswith("client ") else event)
+    of = event.get("others", {}).get(name) or ({} if of_some_clients(name) else event)
     return of if of.get("accuracy") is not None else None
 
 
@@ -77,7 +86,7 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
         [
             "---",
             "library_name: pytorch",
-            "pipeline_tag: image-classification",
+            f"pipeline_tag: {TASKS.get(model.inputs.kind, 'other')}",
             f"tags: [federated-learning, fedstill, {about['method'].partition('.py')[0]}]",
             "# license: write here, and below, under which licence you share this model",
             "---",
@@ -86,8 +95,8 @@ def model_card(model: TrainedModel, measured: Measured | None) -> str:
     parts = [
         head,
         f"# {about['method']} on {about['dataset']}, seed {about['seed']}",
-        f"An image classifier for {len(model.classes)} classes, trained by federated learning with fedstill, over "
-        f"{about['clients']} clients whose data differ.",
+        f"A classifier of {model.inputs.many}, with {len(model.classes)} classes, trained by federated learning with "
+        f"fedstill, over {about['clients']} clients whose data differ.",
         _table(["", ""], [*_facts(model).items()]),
         "## Accuracy and forgetting",
         *_results(model, measured),

@@ -30,13 +30,22 @@
     return width ? { ...out, width, autosize: false } : { ...out, autosize: true };
   }
 
+  function written(data, ink) {
+    return data.map((trace) => {
+      const font = trace.meta === "faint" ? { insidetextfont: { color: ink } } : {};
+      const bars = trace.type === "bar" && trace.error_y ? { error_y: { ...trace.error_y, color: ink } } : {};
+      return { ...trace, ...font, ...bars };
+    });
+  }
+
   const config = {
     responsive: true, displaylogo: false, displayModeBar: false,
   };
 
   function draw(plot, width) {
     const { data, layout } = plot.variants[Math.min(plot.shown, plot.variants.length - 1)];
-    return Plotly.react(plot.box, data, themed(layout, width), config);
+    const theme = themed(layout, width);
+    return Plotly.react(plot.box, written(data, theme.font.color), theme, config);
   }
 
   // As on paper, whatever the theme.

@@ -1,0 +1,72 @@
+"""FedMLB: the layers of the global model go on from what the local one has at each level, and say if it still fits.
+
+Source: Kim et al., "Multi-Level Branched Regularization for Federated Learning" (2022), and its code.
+Symbols: l1, l2, l3 = ``own``, ``branch``, ``agree``; tau = ``temperature``; a level is where the network can be cut.
+State: the global parameters, nothing more.
+Memory: nothing.
+Reading: the code does not detach the branches in the divergence, so that their gradient flows into the local layers;
+``detach`` does.
+Reading: without a factor tau squared, as in the code.
+Reading: the received layers are in evaluation mode; in the code in training mode, which under GroupNorm is the same.
+Reading: a step costs 1 + L/2 passes of FedAvg's with L branches.
+Reading: the code's settings are 1,000 rounds at 0.1 with a weight decay of 1e-3, batches of 50 and gradients clipped at
+10; here as in the other methods' tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fedntd import FromGlobal
+from fedstill.records import Carry, Stage, Step
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedmlb")
+@dataclass(frozen=True)
+class FedMLB(FedAvg):
+    """FedAvg with branches into the frozen global model: their losses, and their divergence from the local answers."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "levels"})
+
+    own: NonNegative = 1.0
+    """Weight of the local model's cross-entropy (l1)."""
+    branch: NonNegative = 1.0
+    """Weight of the branches' mean cross-entropy (l2)."""
+    agree: NonNegative = 1.0
+    """Weight of the mean divergence of the local answers from the branches' (l3)."""
+    temperature: Positive = 1.0
+    """Temperature of that divergence (tau)."""
+    detach: bool = False
+    """Whether the divergence leaves the branches as they are."""
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Branched(self)
+
+
+@dataclass(frozen=True)
+class Branched(FromGlobal):
+    """Cross-entropy, that of each branch, and the divergence from each."""
+
+    method: FedMLB
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        m = self.method
+        if not (m.branch or m.agree):
+            return {"ce": m.own * cross_entropy(step.logits(), step.y)}
+        hybrids = [step.through("global", level) for level in step.levels()]  # (B, C) each
+        z, tau = step.logits(), m.temperature
+        said = [h.detach() if m.detach else h for h in hybrids]
+        return {
+            "ce": m.own * cross_entropy(z, step.y),
+            "branches": m.branch * torch.stack([cross_entropy(h, step.y) for h in hybrids]).mean(0),
+            "agree": m.agree * torch.stack([kd(z, h, tau) / tau**2 for h in said]).mean(0),
+        }

@@ -1,0 +1,78 @@
+"""FML: each client trains a network of its own and a shared one, the "meme", which learn from each other.
+
+Source: Shen et al., "Federated Mutual Learning" (2020), and its code.
+Symbols: P = ``own``, the client's own network; M = ``shared``; alpha = ``alpha``, beta = ``beta``.
+State: the parameters of a pair, of which the shared network is averaged; nothing more.
+Memory: params = the client's pair, whole.
+Reading: the code that is published calls neither the exchange of models nor their mean; here both are done, as in the
+paper.
+Reading: neither network's gradient flows through the other's distillation, as in the code.
+Reading: the code has an optimiser for each network; here one for both; it is the same, but for ``clip_norm``.
+Reading: the code weighs clients alike; ``aggregation`` chooses, and is so as it is. Training settings as in the other
+methods' tables; the code's are batches of 128 and a weight decay of 5e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedstill.fields import Share
+from fedstill.losses import cross_entropy, kd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
+from fedstill.models.pair import own_of
+from fedstill.records import Carry, ModelSpec, Stage, State, Step, Teacher, Tensors, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fml")
+@dataclass(frozen=True)
+class FML(PartlyShared):
+    """Networks of the clients' own, of any architecture, and a shared one learn from each other at every client."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"pair"})
+
+    alpha: Share = 0.5
+    """Share of the labels in what the client's own network learns; the rest is what the shared one says."""
+    beta: Share = 0.5
+    """Share of the labels in what the shared network learns; the rest is what the client's own says."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        models = {world.model(c): world.initial(c) for stage in stages for c in stage.clients}
+        shapes = {tuple((k, v.shape) for k, v in self.shared(params).items()) for params in models.values()}
+        return "" if len(shapes) == 1 else "all share one network; set the same model.shared in clients.models"
+
+    def shares(self, entries: Sequence[str]) -> Sequence[str]:
+        return [name for name in entries if name.startswith("shared.")]
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Mutual(self, stage.name, self.alpha, self.beta)
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The shared network."""
+        return FedAvg.predictors(self, state, world)
+
+
+@dataclass(frozen=True)
+class Mutual(KeepsItsOwn):
+    """Cross-entropy of both networks, and the divergence of each from what the other says."""
+
+    alpha: float
+    beta: float
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        own, shared = step.part("own"), step.logits()  # (B, C) each
+        return {
+            "own": self.alpha * cross_entropy(own, step.y),
+            "own_kd": (1 - self.alpha) * kd(own, shared.detach()),
+            "shared": self.beta * cross_entropy(shared, step.y),
+            "shared_kd": (1 - self.beta) * kd(shared, own.detach()),
+        }
+
+    def answer(self, params: Tensors, model: ModelSpec) -> Teacher:
+        return own_of(model, params)

@@ -1,0 +1,50 @@
+"""Networks that are chains of layers: where they can be cut, and that a cut network gives what a whole one does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedstill.models import contract
+from fedstill.models.cut import above, at_levels
+from fedstill.models.layer_chain import levels
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "names"),
+    [
+        ("mlp", {"hidden": (8, 6)}, ["2", "4"]),
+        ("mlp", {"hidden": (8,), "projection": 3}, ["2", "4", "5"]),
+        ("logistic", {}, ["0"]),
+        ("resnet10", {}, ["stem", "stage1", "stage2", "stage3", "stage4"]),
+        ("resnet56", {}, ["stem", "stage1", "stage2", "stage3"]),
+    ],
+)
+def test_levels_are_after_each_relu_or_block_and_before_the_head(
+    model: str, fields: dict[str, object], names: list[str]
+) -> None:
+    spec = contract.spec_for(model, (3, 32, 32), 5, fields)
+    m, params = contract.module(spec).eval(), contract.initial(spec, 0)
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    there, h = at_levels(m, params, x)
+    assert levels(m) == list(there) == names
+    assert "levels" in contract.capabilities(spec)
+    assert torch.equal(h, contract.features(m, params, x))
+    for level, activation in there.items():
+        assert torch.equal(above(m, params, level, activation), contract.forward(m, params, x))
+
+
+def test_a_body_that_is_no_chain_has_none() -> None:
+    spec = contract.spec_for("toy_whole", (1, 4, 4), 5)
+    assert levels(contract.module(spec)) == []
+    assert "levels" not in contract.capabilities(spec)
+
+
+@contract.registry.register("model", "toy_whole")
+class Whole(torch.nn.Module):
+    def __init__(self, input_shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Flatten(), torch.nn.Linear(16, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
