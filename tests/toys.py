@@ -122,11 +122,6 @@ def two_networks(own: str = "mlp", **arguments: object) -> dict[str, object]:
     return {"name": "pair", **both}
 
 
-def on_simplex(of: str = "mlp", **arguments: object) -> dict[str, object]:
-    """A network with a simplex as its head."""
-    return {"name": "etf", "of": of, "arguments": arguments or {"hidden": (8,)}}
-
-
 def suited(name: str) -> dict[str, object]:
     """What a toy experiment with a method needs: one round among peers, public data, queries, a network of its kind."""
     built = lookup("method", name).build()

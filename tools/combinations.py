@@ -40,8 +40,6 @@ def refusal(method: str, data: Dataset, **changes: Any) -> str:
     network: Mapping[str, Any] = NETWORK
     if "etf" in needs:
         network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
-    if "pair" in needs:
-        network = {"name": "pair", **dict.fromkeys(("own", "shared"), "mlp")}
     if "slim" in needs:
         network = {"name": "resnet56"}
     if "pair" in needs:
