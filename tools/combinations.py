@@ -40,10 +40,13 @@ def refusal(method: str, data: Dataset, **changes: Any) -> str:
     network: Mapping[str, Any] = NETWORK
     if "etf" in needs:
         network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
-    if "pair" in needs:
-        network = {"name": "pair", **dict.fromkeys(("own", "shared"), "mlp")}
     if "slim" in needs:
         network = {"name": "resnet56"}
+    if "pair" in needs:
+        network = {"name": "pair", "own": "mlp", "own_arguments": {"hidden": [8]}, "shared": "logistic"}
+        if "clients" in changes:
+            others = [{**network, "own_arguments": {"hidden": [8] * depth}} for depth in (1, 2)]
+            changes["clients"] = {"models": others}
     public = "public_data" in needs or changes.get("topology", {}).get("kind") == "public_logits"
     values: dict[str, Any] = {
         "method": method,

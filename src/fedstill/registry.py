@@ -1,8 +1,7 @@
 """Finds methods, models, data sets, partitions, topologies, measures and streams by name, file or import path.
 
-A thing registers itself with ``@register(kind, name)``; the modules of a kind's package are imported when one of its
-names is first asked for. A user's own is a file beside the config (``"mine.py:FedMine"``, or ``"mine.py"`` where it
-registers one) or an import path (``"package.module:FedMine"``): this package is not edited.
+A thing registers itself by ``@register(kind, name)``; a kind's package is imported when one of its names is first asked
+for. A user's own is a file beside the config (``"mine.py:Mine"``, or ``"mine.py"``) or ``"package.module:Mine"``.
 """
 
 from __future__ import annotations

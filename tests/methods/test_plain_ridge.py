@@ -71,6 +71,16 @@ def test_who_has_sent_everything_adds_nothing() -> None:
     assert all(torch.equal(v, states[2].params[k]) for k, v in states[1].params.items())
 
 
+@pytest.mark.parametrize("past", ["gone", "kept"])
+def test_tasks_one_after_another_give_the_layer_of_all_at_once(past: str) -> None:
+    tasks = {"stream": {"kind": "classes", "tasks": 2, "past": past}}
+    states, memory = drive(ready_for("afl", rounds=4, **ALL, **tasks))
+    (_, once), _ = drive(ready_for("afl", rounds=1, **ALL))
+    check(states[-1].params, once.params)
+    assert float((states[2].params["head.weight"] - once.params["head.weight"]).norm()) > 0.01
+    assert {memory.load(c).number("task") for c in range(6)} == {0.0 if past == "kept" else 1.0}
+
+
 def test_the_papers_law_of_merging_two_solved_layers_is_a_sum() -> None:
     draw = torch.Generator().manual_seed(0)
     x = [torch.randn(40, 6, generator=draw, dtype=torch.float64) for _ in range(2)]

@@ -5,10 +5,11 @@ its code.
 Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for the bias.
 State: the global parameters, of which only the head is ever changed; gram = the sum of all clients' G, (D+1, D+1);
 cross = of their X^T Y, (D+1, C), both in float64.
-Memory: gram = the client's own G; cross = its own X^T Y.
+Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are of.
 Reading: one round in which all clients act is all of it; the pretrained network is named by ``start_from``. With fewer
 clients a round, or with data that grow, a client sends by how much its sums have changed since it last sent: the layer
-is always that of all that the server was told.
+is always that of all that the server was told. So of tasks that come one after another none is forgotten: the layer is
+that of their examples together.
 Reading: the paper's clients send solved layers, which the server merges pair by pair; it gives what sums give.
 Reading: its penalty counts once a client and is removed afterwards (``clean_reg``); here it counts once, at the server.
 Reading: it has no bias; here there is one, without a penalty.
@@ -63,7 +64,7 @@ class AFL(Method):
         return Payload(weights=total.sum() / (total.clamp(min=1) * (total > 0).sum()))
 
     def work(self, stage: Stage) -> ClientWork:
-        return SendChange()
+        return SendChange(stage.round)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         return empty_sums(world.model(client), world.classes)
@@ -74,14 +75,20 @@ class AFL(Method):
         return state.next(params={**state.params, **head}, groups=sums)
 
 
+@dataclass(frozen=True)
 class SendChange(ClientWork):
-    """The sums of the client's features, less those that it sent before; nothing is trained."""
+    """The sums of the client's features, less those of the same task that it sent before; nothing is trained."""
+
+    round: int
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        sent = memory or empty_sums(view.model, world.classes)
-        return Carry(params={}, constants={"weights": down.get("weights"), **{g: sent.tensor(g) for g in SUMS}})
+        task = 0 if world.stream.kept else world.stream.task(self.round, view.client)
+        again = bool(memory) and memory.number("task") == task
+        sent = memory if again else empty_sums(view.model, world.classes)
+        more = {"weights": down.get("weights"), "task": task}
+        return Carry(params={}, constants={**more, **{g: sent.tensor(g) for g in SUMS}})
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         h, y = view.features(world.initial(view.client)), view.data.labels.cpu()
         now = feature_sums(h, y, world.classes, carry["weights"])
-        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), now
+        return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), Payload(now, task=carry["task"])
