@@ -21,6 +21,7 @@ from fedstill.watch import Unwatched
 OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "fedadkd": [{"method": {"phi_timing": "exact"}}, {"topology": {"kind": "sequential"}}],
     "fednova": [{"method": {"ccvr": "full"}}],
+    "fedlwf": [{"stream": {"kind": "classes", "tasks": 3, "compose": "clients_first"}}],
     "cwc": [{"method": {"memory": "sliding"}}],
     **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},
     **{name: [{"method": {"subset": 10}}] for name in ("dsfl", "fedmd", "hiper_fedkd")},

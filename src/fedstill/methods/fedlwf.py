@@ -1,0 +1,71 @@
+"""FedLwF: learning without forgetting, over tasks: distil the classes of before from the model of the last task's end.
+
+Source: Li & Hoiem, "Learning without Forgetting" (2016), as TARGET's and LANDER's codes run it in a federation.
+Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task.
+State: the global parameters; old = the global model at the end of the task before, from the second task on.
+Memory: nothing.
+Reading: the codes take 3 times the cross-entropy of softened old columns with tau 2 and no tau^2; with tau^2, a weight
+of 0.75 has their gradient.
+Reading: old and new outputs are compared over O alone and as they are, whatever outputs ``stream.head`` trains. The
+codes train the task's outputs alone: set ``stream.head`` to "task".
+Reading: Fed-Mammoth's LwF distils the columns of the new classes, which the old model never trained; not followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.fields import NonNegative, Positive
+from fedstill.losses import kd
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Stage, State, Step, View, World
+from fedstill.registry import method
+from fedstill.work import ClientWork
+
+
+@method("fedlwf")
+@dataclass(frozen=True)
+class FedLwF(FedAvg):
+    """FedAvg with distillation of earlier tasks' classes from the model of the last task's end; needs [stream]."""
+
+    weight: NonNegative = 0.75
+    """Weight of the distillation (lambda)."""
+    temperature: Positive = 2.0
+    """Temperature of the distillation (tau)."""
+
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        """The model of a task's end teaches the whole next task."""
+        if world.stream.task(state.round) > 0 and world.stream.begins(state.round):
+            return state.next(old=state.params)
+        return state
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        return Payload(params=state.params, **{k: state.extra.tensors(k) for k in ("old",) if k in state.extra})
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Remembered(self, stage.round)
+
+
+@dataclass(frozen=True)
+class Remembered(ClientWork):
+    """Cross-entropy, and lambda times the divergence over the classes of before."""
+
+    method: FedLwF
+    round: int
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        if "old" not in down or not self.method.weight:
+            return Carry(params=down.params)
+        before = torch.tensor(world.stream.seen(world.stream.task(self.round) - 1))
+        return Carry(params=down.params, teachers={"old": down.tensors("old")}, constants={"before": before})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        if not carry.teachers:
+            return super().terms(step, carry)
+        both = step.logits(raw=True), step.teacher("old", raw=True)
+        student, teacher = (z.index_select(1, carry["before"]) for z in both)  # (B, |O|) each
+        return {**super().terms(step, carry), "old": self.method.weight * kd(student, teacher, self.method.temperature)}

@@ -1,0 +1,59 @@
+"""Methods for the time axis: nothing of them before the second task, their formula, and what they do at their edges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.special import log_softmax
+
+import toys
+from fedstill.engines.step import Networks, Seen
+from fedstill.experiment.running.runner import run
+from fedstill.methods.fedlwf import FedLwF, Remembered
+from fedstill.models.contract import initial, module, spec_for
+from fedstill.records import Carry
+from run_bits import bits
+
+STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
+
+
+def model_of(folder: Path, method: Any, **more: Any) -> str:
+    run(toys.toy(method, partition={"kind": "iid"}, **{"stream": STREAM, **more}), folder, toys.blobs())
+    return str(bits(folder)["model.safetensors"])
+
+
+@pytest.mark.parametrize("engine", ["serial", "vectorised"])
+def test_fedlwf_without_weight_is_fedavg(engine: str, tmp_path: Path) -> None:
+    plain = model_of(tmp_path / "fedavg", "fedavg", engine=engine)
+    assert model_of(tmp_path / "none", {"name": "fedlwf", "weight": 0.0}, engine=engine) == plain
+    assert model_of(tmp_path / "some", {"name": "fedlwf", "weight": 1.0}, engine=engine) != plain
+
+
+def test_in_the_first_task_fedlwf_is_fedavg(tmp_path: Path) -> None:
+    plain = model_of(tmp_path / "fedavg", "fedavg", stream={})
+    assert model_of(tmp_path / "lwf", {"name": "fedlwf", "weight": 9.0}, stream={}) == plain
+
+
+def test_the_terms_of_fedlwf_by_hand() -> None:
+    spec, tau, draw = spec_for("logistic", (1, 4, 4), 5, {}), 3.0, torch.Generator().manual_seed(0)
+    x, y = torch.randn(6, 1, 4, 4, generator=draw), torch.tensor([3, 4, 3, 3, 4, 4])
+    new, old = initial(spec, 1), initial(spec, 2)
+    head, before = torch.tensor([False, False, False, True, True]), torch.tensor([0, 2])
+    carry = Carry(new, {"old": old}, constants={"before": before}, head=head)
+    networks = Networks(spec, module(spec), lambda *_: None, "fp32", torch.device("cpu"))
+    index = torch.arange(6)
+    work = Remembered(FedLwF(weight=0.5, temperature=tau), 4)
+    terms = work.terms(Seen(networks, carry, new, x, y, index, index, None, 0), carry)
+
+    def logits(params: Any) -> Any:
+        return x.flatten(1).double().numpy() @ params["head.weight"].double().numpy().T + params["head.bias"].numpy()
+
+    z, was = logits(new), logits(old)
+    ce = -log_softmax(z[:, 3:], axis=1)[np.arange(6), y.numpy() - 3]
+    q, p = (log_softmax(v[:, [0, 2]] / tau, axis=1) for v in (z, was))
+    np.testing.assert_allclose(terms["ce"].detach().numpy(), ce, atol=1e-5)
+    np.testing.assert_allclose(terms["old"].detach().numpy(), 0.5 * tau**2 * (np.exp(p) * (p - q)).sum(1), atol=1e-5)
