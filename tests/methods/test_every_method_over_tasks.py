@@ -1,4 +1,4 @@
-"""Every method runs under a stream as it is: new classes in each task, few outputs in training, clients that come late."""
+"""Every method runs under a stream as it is: new classes in each task, few outputs in training, late clients."""
 
 from __future__ import annotations
 
