@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +11,13 @@ from plain import Federation, Params, ce, check, drive, minus, norm, ready_for
 from torch import Tensor, nn
 
 import toys
+from fedstill.data.sources import from_clients
 from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Payload, Reply, State
 from fedstill.registry import lookup
 
@@ -176,3 +181,22 @@ def test_where_a_client_has_its_own_test_the_nearest_prototype_answers_too() -> 
     told = work.report(fed.start, carry, replace(view, test=view.data), ready.world)
     assert told == {"nearest_prototype": right / len(y)}
     assert work.report(fed.start, carry, replace(view, test=None), ready.world) == {}
+
+
+def test_a_run_on_clients_with_own_tests_tells_of_the_nearest_prototype_from_the_second_round_on(
+    tmp_path: Path,
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def some(n: int) -> tuple[Tensor, Tensor]:
+        y = torch.arange(n) % 3
+        return torch.randn(n, 4, generator=draw) + 3 * torch.eye(4)[y], y
+
+    data = from_clients("own", [(some(30), some(12)), (some(24), some(9))], kind="table")
+    what = Experiment(
+        method="fedproto", model={"name": "mlp", "hidden": (6,)}, rounds=3, plan={"epochs": 5, "lr": 0.05}
+    )
+    run(what, tmp_path / "run", data)
+    events = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "client"]
+    assert {e["round"] for e in events if "nearest_prototype" in e} == {2, 3}
+    assert min(e["nearest_prototype"] for e in events if e["round"] == 3) > 0.5

@@ -63,8 +63,9 @@ class Contributions(Measure):
     gives: ClassVar[tuple[str, ...]] = ("correct_before", "correct_after")
 
     def __init__(self, game: Game | None = None, exactly: bool = False, classes: Sequence[int] = ()) -> None:
-        """game: unset, idle where it is known what idle clients send, else absent. exactly: ask all coalitions.
-        classes: ask about these, however much they moved.
+        """game: What clients that are left out do; unset: idle where it is known what such clients send, else absent.
+        exactly: Ask all coalitions.
+        classes: Ask about these, however much they moved.
         """
         self.game, self.exactly, self.classes = game, exactly, tuple(classes)
 
