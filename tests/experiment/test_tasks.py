@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,21 @@ def test_domains_have_a_test_set_each(tmp_path: Path) -> None:
     end = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"][1]
     assert np.shape(end["correct"]) == np.shape(end["totals"]) == (2, 5)
     assert end["row"][0] > end["row"][1] + 0.3  # the negative of an image was never shown
+
+
+def test_domains_of_a_column_have_their_own_training_and_test_examples(tmp_path: Path) -> None:
+    plain = toys.blobs()
+    train, test = (
+        replace(some, owners=(torch.arange(len(some)) % 3 == 0).long()) for some in (plain.train, plain.test)
+    )
+    data = replace(plain, train=train, test=test, about=replace(plain.about, owners=("athens", "berlin")))
+    what = toys.toy(rounds=2, partition=IID, stream={"kind": "domains", "column": "hospital", "tasks": 2})
+    prepared = prepare(settle(what), data)
+    seen = [prepared.sites.view(c, Stage(2, 0, "train", (c,))).data.owners for c in range(6)]
+    assert all(own is not None and (own == 1).all() for own in seen)
+    run(what, tmp_path / "run", data)
+    end = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "task"][2]
+    assert [sum(row) for row in end["totals"]] == [66, 34]
 
 
 STREAMS = {

@@ -156,7 +156,7 @@ def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable)
         return "digits_cnn"
     if data.name == NO_DATA and flower.data == "sites":
         return DEFAULT_MODELS[unseen_kind(data, flower)]
-    owner = experiment.table("partition").get("column")
+    owner = experiment.table("partition").get("column") or experiment.table("stream").get("column")
     form = {**data.form, **({"owner": owner} if isinstance(owner, str) else {})}
     return DEFAULT_MODELS[likely_kind(data.name, data.folder, data.label_column, form)]
 
