@@ -53,8 +53,8 @@ class TopKeys:
     """Measures beside those of the global model."""
     measure_every: Count = 10
     """Measures look every so many rounds, and in the last one."""
-    keep_checkpoints_every: CountOrZero = 0
-    """The state after every so many rounds is kept to the end, for `fedstill why`; 0: only the last three stages."""
+    keep_checkpoints_every: Count | None = None
+    """The state after every so many rounds is kept to the end, for `fedstill why`; unset: only the last three stages."""
 
 
 @dataclass(frozen=True)
