@@ -42,6 +42,7 @@ class Method:
     >>> from fedstill.losses import proximal
     >>> from fedstill.rounds import run_round
     >>> from fedstill.watch import Unwatched
+    >>> from fedstill.wire.screen import Rules
     >>> @dataclass(frozen=True)
     ... class Near(fedstill.Method):
     ...     mu: float = 0.1

@@ -30,13 +30,15 @@ from fedstill.report.groups import groups
 
 BEFORE = Path(__file__).parent / "begun_before"
 CONFIGS = [json.loads(line) for line in (BEFORE / "configs.jsonl").read_text().splitlines()]
-CAME_LATER = ['over_teachers = "sum"', 'failures = "tolerate"', 'before = ""']
+CAME_LATER = ['over_teachers = "sum"', 'failures = "tolerate"', 'before = ""', 'after = ""', 'closing = ""']
 """Lines that a config has today and those of version 0.1.0 lack."""
+CHAIN_CAME_LATER = 'order = "drawn"\nfirst = ""\nlast = ""\n'
+"""The same of a chain."""
 
 
 @pytest.mark.parametrize("one", CONFIGS, ids=lambda one: one["name"])
 def test_a_config_resolves_to_its_own_bytes(one: dict[str, str]) -> None:
-    resolved = settle(from_tree(as_it_began(tomllib.loads(one["config"])), {}, None)).toml
+    resolved = settle(from_tree(as_it_began(tomllib.loads(one["config"])), {}, None)).toml.replace(CHAIN_CAME_LATER, "")
     assert "".join(line for line in resolved.splitlines(True) if line.strip() not in CAME_LATER) == one["config"]
 
 

@@ -28,7 +28,7 @@ def test_only_the_scale_is_an_entry_of_the_head() -> None:
     params = contract.initial(spec(), 0)
     assert sorted(params) == ["body.1.bias", "body.1.weight", "head.scale"]
     assert params["head.scale"] == 10
-    assert contract.capabilities(spec()) == {"features", "head", "etf"}
+    assert contract.capabilities(spec()) == {"features", "head", "etf", "levels"}
     assert "etf" not in contract.capabilities(contract.spec_for("mlp", (6,), 4))
 
 
