@@ -3,7 +3,9 @@
 ``python -m benchmarks.culprits [--rounds 40] [--seeds 1,2,3] [--methods fedavg,fedntd,scaffold] [--alphas 0.5,0.2]``:
 digits, twenty clients, ten a round, Dirichlet. One client is planted: its labels of class 7 are changed, in all of its
 data ("all") or in half ("half"); or it holds class 7 and nobody else does ("helper", who must never be named). Counted
-are the rounds in which it acts and the class falls by 10 points or more; the share in which each rule names it first.
+are the rounds in which it acts and the class falls by 10 points or more, and of these the ones in which it does harm:
+had it idled, the class would be 5 points higher. Of these (for the helper, of all), the share in which each rule names
+it first.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.partition.dirichlet import dirichlet
 from fedstill.report import terminal
 
-CLIENTS = 20
+CLIENTS, HARM = 20, 0.05
 RULES = ("contribution", "leave-one-out", "own model's fall", "norm of the update")
 
 
@@ -77,12 +79,15 @@ def main() -> None:
         for alpha in map(float, said.alphas.split(",")):
             for method in said.methods.split(","):
                 looks = [e for seed in seeds for e in counted(kind, alpha, method, seed, said.rounds)]
+                harmful = [e for e in looks if kind == "helper" or e["harm"] >= HARM]
                 fall = 100 * float(np.mean([e["fall"] for e in looks])) if looks else 0.0
-                hits = [[e["first"][rule] == e["planted"] for e in looks] for rule in RULES]
+                hits = [[e["first"][rule] == e["planted"] for e in harmful] for rule in RULES]
                 cells = [f"{np.mean(hit):.2f}" if hit else "–" for hit in hits]
-                rows.append((kind, f"{alpha:g}", method, str(len(looks)), f"{fall:.0f}", *cells))
+                rows.append((kind, f"{alpha:g}", method, str(len(looks)), f"{fall:.0f}", str(len(harmful)), *cells))
                 print(*rows[-1], flush=True)
-    terminal.console().print(terminal.table(["planted", "alpha", "method", "rounds", "fall [points]", *RULES], rows))
+    terminal.console().print(
+        terminal.table(["planted", "alpha", "method", "rounds", "fall [points]", "harmful", *RULES], rows)
+    )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Guesses(Measure):
     needs = frozenset({"test", "local_models"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """``first``: {rule: client}, and ``fall``, a share."""
+        """``first``: {rule: client}; ``fall``; ``harm``: what the class lost by the planted client."""
         clients = [r.client for r in seen.replies]
         before, after = (_accuracy(room, state.params) for state in (seen.before, seen.after))
         if Planted.client not in clients or before - after < FALL:
@@ -47,7 +47,8 @@ class Guesses(Measure):
             "own model's fall": clients[int(np.argmin(local))],
             "norm of the update": clients[int(np.argmax(far))],
         }
-        return {"first": first, "planted": Planted.client, "fall": before - after}
+        harm = without[clients.index(Planted.client)] - after
+        return {"first": first, "planted": Planted.client, "fall": before - after, "harm": harm}
 
 
 def _accuracy(room: Room, params: Any) -> float:

@@ -71,7 +71,7 @@ class Driver:
             stops = self.debug or settings.rules.failures == "stop"
             self.engine = replace(self.engine, stops=stops)
         self.checkpoints = Checkpoints(
-            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every
+            self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every or 0
         )
         self.measuring = Measuring(self.prepared, folder=self.folder, memory=self.engine.memory if local else None)
         self.saving = 0.0
