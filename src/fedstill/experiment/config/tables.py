@@ -54,7 +54,7 @@ class TopKeys:
     measure_every: Count = 10
     """Measures look every so many rounds, and in the last one."""
     keep_checkpoints_every: Count | None = None
-    """The state after every so many rounds is kept to the end, for `fedstill why`; unset: the last three stages only."""
+    """The state after every so many rounds is kept to the end, for `fedstill why`; unset: the last three stages."""
 
 
 @dataclass(frozen=True)
