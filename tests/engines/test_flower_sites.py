@@ -100,6 +100,14 @@ def test_a_census_is_answered_where_the_method_needs_it(tmp_path: Path) -> None:
     assert answer.up.tensor("labels").tolist() == ready.sites.counts(0).tolist()
 
 
+def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: Path) -> None:
+    request = request_of(settings_of(measure=("contributions",)))
+    assert clerk(tmp_path)(request).failure == ""
+    refusing = clerk(tmp_path, refuse=("contributions",))
+    assert refusing(request).failure == "this site takes part in no run with the measure 'contributions'"
+    assert refusing(request_of(settings_of())).failure == ""
+
+
 OWN = """
 from dataclasses import dataclass
 from fedstill.methods.fedavg import FedAvg

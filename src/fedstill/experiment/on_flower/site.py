@@ -47,6 +47,7 @@ class Site:
     ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the tokenizer's file, for
     runs on texts that have one. ``accept``: SHA-256 of the configurations it runs;
     empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    ``refuse``: measures that it takes part in no run with.
     """
 
     client: CountOrZero
@@ -56,6 +57,7 @@ class Site:
     tokenizer: str = ""
     accept: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    refuse: tuple[str, ...] = ()
 
 
 def load_site(path: Path) -> Site:
@@ -179,6 +181,9 @@ class Clerk:
         settings = settle(from_tree(tree, {}, None))
         if settings.toml != request.config:
             raise Refused("the configuration resolves to other values at this site: install the same versions")
+        for measure in settings.measure:
+            if measure in self.site.refuse:
+                raise Refused(f"this site takes part in no run with the measure {measure!r}")
         return settings
 
     def _prepare(self, settings: Settings, facts: Facts) -> Prepared:
