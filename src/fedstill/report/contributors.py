@@ -25,7 +25,7 @@ CALM = "it moved by less than 5 points here"
 NO_AXES = {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
 
 ABOUT = (
-    "How far each class moved in a measured round, and who contributed: in points of accuracy on at most 200 test "
+    "How far each class moved in a measured round, and who contributed: in points of accuracy on at most 100 test "
     "examples a class. A contribution is a client's share of one round's change, were the others idle. It is not the "
     "cause of the final model, and not what leaving the client out would have done: fedstill why RUN --without K asks "
     "that."

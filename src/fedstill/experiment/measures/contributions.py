@@ -36,7 +36,7 @@ from fedstill.models import contract
 from fedstill.records import SERVER, Examples, Reply, Tensors
 from fedstill.registry import register
 
-EACH = 200
+EACH = 100
 """Test examples of a class that are looked at, at most."""
 
 LEAST, MOST = 0.05, 10
@@ -55,7 +55,7 @@ class Contributions(Measure):
     Of clients side by side: what the classes gained by local training and by averaging, which add up to the change; for
     classes that moved by 5 points or more, each client's contribution to it, an Aumann–Shapley value of the method's
     own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25. In a chain: the change by link. Where
-    clients keep models of their own: the clients' mean change by stage. On at most 200 test examples of a class.
+    clients keep models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
     A contribution is a share of one round's change: no guilt, no forecast, not what leaving the client out would do.
     """
 
