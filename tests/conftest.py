@@ -62,6 +62,12 @@ def _side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
 
 
+@pytest.fixture(autouse=True)
+def _no_width_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command prints is as wide here as on every other machine."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("FEDSTILL_CACHE", str(tmp_path_factory.mktemp("cache")))

@@ -81,7 +81,10 @@ def test_what_is_no_matrix_is_said_with_its_place(
     assert error.count("\n") == 1
 
 
-def test_by_class_and_by_task(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_by_class_and_by_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
     path = written(tmp_path, "90,50,,\n50,90,,80\n50,50,60,80\n")
     for said in ("0,0,2,1", "1,1,3,2"):
         assert call(["forgetting", str(path), "--class-tasks", said]) == 0
