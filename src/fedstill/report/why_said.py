@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 
-from fedstill.experiment.why.falls import Told
+from fedstill.experiment.why.cohorts import Cohort
+from fedstill.experiment.why.falls import Moment, Told
 from fedstill.metrics.shapley import culprits
 from fedstill.report.runs import Run
 
@@ -85,7 +87,7 @@ def hint_of(told: Told) -> str:
     if told.drawn is not None and told.drawn < FEW:
         return (
             f"The round's clients hold {told.drawn:.2f} times the class's usual share: who was drawn explains much of "
-            "it; more clients a round (topology.sampled) spread it."
+            "it, and --draws 10 says how much; more clients a round (topology.sampled) spread it."
         )
     if local is None or averaging is None:
         return "The table's links act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
@@ -97,6 +99,40 @@ def hint_of(told: Told) -> str:
     return (
         "Averaging took more than local training: the local models know the class, their mean does not. Nearer local "
         "models act here (scaffold, fedprox, fewer local steps)."
+    )
+
+
+def lines_of_draws(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table of a round with other draws of clients: who, what share of the class they hold, what came of it.
+
+    Head and rows; the first row is the round as it was.
+    """
+    counts = [list(own) for own in run.label_counts] if run.label_counts else []
+    head = ["clients", *(["of the class"] if counts else []), "after", "change [points]"]
+    rows = []
+    for cohort in cohorts:
+        after = cohort.after[moment.of]
+        named = ", ".join(str(client) for client in cohort.clients)
+        there = [str(sum(counts[client][moment.of] for client in cohort.clients))] if counts else []
+        shown = ("–", "–") if after is None else (f"{100 * after:.1f} %", points(after - moment.before))
+        rows.append((f"{named} (as it was)" if cohort is cohorts[0] else named, *there, *shown))
+    return head, rows
+
+
+def draws_of(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> str:
+    """How far who was drawn explains the change of a class, in a sentence."""
+    was, *others = (cohort.after[moment.of] for cohort in cohorts)
+    if was is None or None in others:
+        return f"Class {run.classes[moment.of]!r} has no test examples."
+    changes = [after - moment.before for after in others if after is not None]
+    spread = statistics.stdev(changes) if len(changes) > 1 else 0.0
+    below = sum(after < was for after in others if after is not None)
+    as_deep = "no other draw" if not below else "one other draw" if below == 1 else f"{below} other draws"
+    return (
+        f"Class {run.classes[moment.of]!r} in round {moment.round}, from the same model: {points(was - moment.before)} "
+        f"points with the clients as drawn; {points(statistics.fmean(changes))} ± {100 * spread:.1f} over "
+        f"{len(changes)} other draws, from {points(min(changes))} to {points(max(changes))}. Under {as_deep} the class "
+        "ends lower."
     )
 
 

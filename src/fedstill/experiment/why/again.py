@@ -55,7 +55,7 @@ class TakenUp:
         if self.restored is None:
             return Memory()
         there = Memory(self.folder / "memory", dict(self.restored.memory))
-        return Memory.of({client: there.load(client) for client in there.index})
+        return there.in_process()
 
 
 def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
@@ -157,6 +157,11 @@ def accuracies(
     return known
 
 
+def gone_to(kept: TakenUp, engine: SerialEngine, round: int, again: OnAgain) -> State:
+    """The state before a round, after the rounds since the checkpoint have been gone through again."""
+    return _through(kept, engine, round - 1, _Looking(None, 0, None), again)
+
+
 def _through(
     kept: TakenUp,
     engine: SerialEngine,
@@ -165,7 +170,7 @@ def _through(
     again: OnAgain,
     without: Without | None = None,
     after: Callable[[State], None] = lambda state: None,
-) -> None:
+) -> State:
     settings, world = kept.prepared.settings, kept.prepared.world
     state = kept.restored.state if kept.restored is not None else settings.method.setup(world)
     if kept.restored is None and "label_counts" in settings.method.requires():
@@ -181,3 +186,4 @@ def _through(
             stages = without.leave_out(stages, state.round)
         state = run_round(settings.method, state, stages, world, engine, watch, settings.rules)
         after(state)
+    return state
