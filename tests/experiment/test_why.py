@@ -189,5 +189,7 @@ def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
     assert call(["why", str(tmp_path)]) == 2
     assert "holds no run: it has no journal.jsonl" in capsys.readouterr().err
     fedstill.run(toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs())
-    with pytest.raises(ConfigError, match="has no round in which classes were measured"):
+    with pytest.raises(
+        ConfigError, match="no round in which a global model's classes were measured; what a client learned"
+    ):
         the_moment(tmp_path / "run", None, None)

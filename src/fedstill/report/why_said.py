@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+import torch
+from torch import Tensor
+
 from fedstill.experiment.why.cohorts import Cohort
 from fedstill.experiment.why.falls import Moment, Told
+from fedstill.experiment.why.taught import Taught
 from fedstill.metrics.shapley import culprits
 from fedstill.report.runs import Run
 
@@ -144,3 +149,54 @@ def how_of(told: Told) -> str:
         f"Contributions to this round, in points of soft accuracy, ± {100 * told.error:.1f}: {RULES[told.rule]}; "
         f"{GAMES[told.game]}. They are not the cause of the final model."
     )
+
+
+def lesson_of(run: Run, taught: Taught) -> str:
+    """What a client learned of the classes that it asked for, by phase and by whom, in a sentence."""
+    gained = {c: _of_classes(change, taught.query) for c, change in taught.teachers.items()}
+    before = _of_classes(taught.before, taught.query)
+    parts = {name: _of_classes(change, taught.query) for name, change in taught.parts.items()}
+    named = sorted((c for c in gained if round(1000 * gained[c]) > 0), key=lambda c: -gained[c])[:MOST_NAMED]
+    each = ", ".join(f"{who(run, c)} {points(gained[c])}" for c in named)
+    asked = ", ".join(repr(run.classes[c]) for c in taught.query)
+    return (
+        f"{who(run, taught.client).capitalize()} asked for {asked}: from {100 * before:.1f} % to "
+        f"{100 * (before + sum(parts.values())):.1f} %: {', '.join(f'{n} {points(v)}' for n, v in parts.items())}; "
+        + (f"of its teachers, {each} contributed most." if named else "no teacher contributed to it.")
+    )
+
+
+def how_taught(taught: Taught) -> str:
+    """By which rule contributions of teachers were divided, and what they are not."""
+    return (
+        f"In points of accuracy on the common test set, ± {100 * float(taught.gap.nan_to_num().max()):.1f}: "
+        f"{RULES[taught.rule]}; the exchange again with some of its teachers. It is not what their data are worth."
+    )
+
+
+def lines_of_lesson(run: Run, taught: Taught) -> tuple[list[str], list[tuple[str, str, str, str]]]:
+    """The table: each teacher's contribution to the classes asked for and to the client's own. Head and rows."""
+    own = [c for c, count in enumerate(taught.own.tolist()) if count and c not in taught.query]
+    weights = taught.own.double()
+    named = {who(run, c): change for c, change in taught.teachers.items()}
+    whole = {**named, "nobody: the same phases alone": taught.alone}
+    whole["together"] = torch.stack(list(whole.values())).sum(0)
+    holds = {who(run, c): str(sum(run.label_counts[c][q] for q in taught.query)) for c in taught.teachers}
+    rows = [
+        (
+            who_,
+            points(_of_classes(change, taught.query)),
+            points(_of_classes(change, own, weights)),
+            holds.get(who_, ""),
+        )
+        for who_, change in whole.items()
+    ]
+    return ["teacher", "asked for [points]", "own classes [points]", "holds of what was asked"], rows
+
+
+def _of_classes(values: Tensor, classes: Sequence[int], weights: Tensor | None = None) -> float:
+    """The mean over some classes with test examples, weighed by the client's examples if they are given."""
+    there = [c for c in classes if not math.isnan(values[c])]
+    weigh = torch.ones(len(values)) if weights is None else weights
+    total = sum(float(weigh[c]) for c in there)
+    return sum(float(values[c] * weigh[c]) for c in there) / total if total else 0.0

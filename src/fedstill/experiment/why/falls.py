@@ -11,7 +11,9 @@ from typing import Any
 
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.files import write_whole
+from fedstill.fitting import FIT
 
 BESIDE = "why.jsonl"
 """What `fedstill why` found out later, beside the journal: one event of the measure ``contributions`` a line."""
@@ -54,7 +56,8 @@ def the_moment(folder: Path, of: int | None, round: int | None) -> Moment:
     """The deepest fall of a run, or of a class, or in a round. Raises ConfigError where there is none."""
     every = all_falls(journals.read_journal(folder / "journal.jsonl"))
     if not every:
-        raise ConfigError(f"{folder} has no round in which classes were measured")
+        peers = "; what a client learned from its peers: --client 0" if FIT in settings_of(folder).plans else ""
+        raise ConfigError(f"{folder} has no round in which a global model's classes were measured{peers}")
     fitting = [m for m in every if of in (None, m.of) and round in (None, m.round)]
     if not fitting:
         last = max(m.round for m in every)
