@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -51,11 +52,26 @@ def sentence_of(run: Run, told: Told) -> str:
     moment = told.moment
     verb = "fell" if moment.change < 0 else "rose" if moment.change > 0 else "stayed"
     what = (
-        f"Class {run.classes[moment.of]!r} {verb} from {100 * moment.before:.1f} % to {100 * moment.after:.1f} % in "
-        f"round {moment.round}"
+        f"Class {run.classes[moment.of]!r}{_of_task(run, moment)} {verb} from {100 * moment.before:.1f} % to "
+        f"{100 * moment.after:.1f} % in round {moment.round}{_in_task(run, moment)}"
     )
     parts = ", ".join(f"{name} {points(value)}" for name, value in told.parts.items())
     return f"{what}: {parts}{_most(run, told)}."
+
+
+def _of_task(run: Run, moment: Moment) -> str:
+    """The tasks that have the class, where tasks have classes of their own."""
+    classes: Sequence[Sequence[int]] = run.start.get("stream", {}).get("classes", ())
+    own = [str(t) for t, some in enumerate(classes, 1) if moment.of in some]
+    return "" if len(own) == len(classes) else f" (of task {' and '.join(own)})"
+
+
+def _in_task(run: Run, moment: Moment) -> str:
+    """The run's task in the round of a moment, where it has tasks."""
+    first: Sequence[int] = run.start.get("stream", {}).get("first_rounds", ())
+    now = bisect.bisect_right(first, moment.round)
+    begins = ", where it begins" if moment.round in first else ""
+    return f" (task {now} of {len(first)}{begins})" if len(first) > 1 else ""
 
 
 def _most(run: Run, told: Told) -> str:
@@ -72,22 +88,29 @@ def _most(run: Run, told: Told) -> str:
 
 def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
     """The table: each client's contribution, and what it holds of the class. Head and rows."""
-    counts: Mapping[int, Sequence[int]] = {c: list(run.label_counts[c]) for c in told.clients if run.label_counts}
-    head = ["client", "contribution [points]", *(["of the class", "examples"] if counts else [])]
-    rows = []
-    for client in sorted(told.clients, key=lambda c: (told.clients[c], c)):
-        own = counts.get(client)
-        holds = (str(own[told.moment.of]), str(sum(own))) if own is not None else ()
-        rows.append((who(run, client), points(told.clients[client]), *holds))
+    holds: dict[int, tuple[int, ...]] = dict(told.had)
+    if not holds and run.label_counts:
+        holds = {c: (run.label_counts[c][told.moment.of], sum(run.label_counts[c])) for c in told.clients}
+    about = ["of the class", "examples"] if holds else []
+    about = ["in task", *about] if told.had else about
+    ordered = sorted(told.clients, key=lambda c: (told.clients[c], c))
+    rows: list[tuple[str, ...]] = [
+        (who(run, client), points(told.clients[client]), *map(str, holds.get(client, ()))) for client in ordered
+    ]
     if told.clients:
-        rows.append(("together", points(sum(told.clients.values())), *(["", ""] if counts else [])))
-    return head, rows
+        rows.append(("together", points(sum(told.clients.values())), *("" for _ in about)))
+    return ["client", "contribution [points]", *about], rows
 
 
 def hint_of(told: Told) -> str:
     """What acts on a fall of this kind; empty where there is none."""
     if told.moment.change >= 0:
         return ""
+    if told.had and not any(own for _, own, _ in told.had.values()):
+        return (
+            "None of the round's clients has the class in its task. A method over tasks acts here (fedlwf), or data "
+            "that are kept (stream.past)."
+        )
     local, averaging = told.parts.get("local training"), told.parts.get("averaging")
     if told.drawn is not None and told.drawn < FEW:
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,8 @@ class Told:
     ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on the examples that
     were looked at. ``clients``: each client's contribution in soft accuracy, with what it may be off by (``error``).
     ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the round's
-    data over its share of all; None where that is not known.
+    data over its share of all; None where that is not known. ``had``: in a run with tasks, the task that each client
+    was in, its examples of the class in it, and all of them.
     """
 
     moment: Moment
@@ -121,6 +122,7 @@ class Told:
     game: str
     rule: str
     drawn: float | None
+    had: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
@@ -145,5 +147,11 @@ def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
         for client, value in zip(look["clients"], look["values"][at], strict=True):
             clients[client] = clients.get(client, 0.0) + value
     drawn = [look["drawn"][moment.of] for look in asked if "drawn" in look]
+    had = {
+        client: (task, counts[moment.of], sum(counts))
+        for look in divided
+        for client, task, counts in zip(look["clients"], look.get("tasks", ()), look.get("had", ()), strict=False)
+    }
     first: Look = divided[0] if divided else {}
-    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), *(drawn[:1] or [None]))
+    shares = drawn[0] if drawn else None
+    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), shares, had)
