@@ -33,7 +33,7 @@ BELOW_ZERO = {
     "fedgkd_vote": ["weight"],
     "fedlmd": ["beta"],
     "fedlwf": ["weight"],
-    "fedewc": ["weight"],
+    "fedewc": ["weight", "gamma"],
     "replay": ["size", "beta", "alpha"],
     "fedlmd_tf": ["beta"],
     "fedntd": ["beta"],
