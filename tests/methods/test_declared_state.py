@@ -26,6 +26,7 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "fedlwf": [{"stream": SPLIT_FIRST}],
     "replay": [{"method": {"alpha": 0.5, "nearest_mean": True}, "stream": SPLIT_FIRST}],
     "analytic": [{"stream": SPLIT_FIRST}],
+    "fot": [{"stream": SPLIT_FIRST}],
     "fedewc": [{"stream": SPLIT_FIRST}],
     "cwc": [{"method": {"memory": "sliding"}}],
     **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},
