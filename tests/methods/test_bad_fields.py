@@ -36,6 +36,7 @@ BELOW_ZERO = {
     "fedewc": ["weight", "gamma"],
     "analytic": ["ridge", "width"],
     "fot": ["keeps", "grows"],
+    "glfc_local": ["size", "beta", "alpha"],
     "replay": ["size", "beta", "alpha"],
     "fedlmd_tf": ["beta"],
     "fedntd": ["beta"],

@@ -27,6 +27,7 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "replay": [{"method": {"alpha": 0.5, "nearest_mean": True}, "stream": SPLIT_FIRST}],
     "analytic": [{"stream": SPLIT_FIRST}],
     "fot": [{"stream": SPLIT_FIRST}],
+    "glfc_local": [{"method": {"nearest_mean": True}, "stream": SPLIT_FIRST}],
     "fedewc": [{"stream": SPLIT_FIRST}],
     "cwc": [{"method": {"memory": "sliding"}}],
     **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},

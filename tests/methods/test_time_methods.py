@@ -27,6 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedewc": {"name": "fedewc", "weight": 0.5, "samples": 20},
     "analytic": {"name": "analytic", "width": 20},
     "fot": {"name": "fot", "keeps": 0.8, "grows": 0.05},
+    "glfc": {"name": "glfc_local", "size": 8},
     "herding": {"name": "replay", "size": 8, "choose": "herding"},
 }
 """Each with what it does beside its training."""
