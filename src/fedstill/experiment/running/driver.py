@@ -17,6 +17,7 @@ from fedstill.census import run_census
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of, informed
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import Summed, run_sums
@@ -151,7 +152,8 @@ class Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            state = run_round(self.method, state, self.stages, self.world, self.engine, self, self.settings.rules)
+            engine = with_hostile(self.engine, self.settings)
+            state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)

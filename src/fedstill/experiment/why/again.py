@@ -16,6 +16,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.measures.base import Happened, Measure, Room
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -167,6 +168,7 @@ def _through(
     after: Callable[[State], None] = lambda state: None,
 ) -> None:
     settings, world = kept.prepared.settings, kept.prepared.world
+    hostile = with_hostile(engine, settings)
     state = kept.restored.state if kept.restored is not None else settings.method.setup(world)
     if kept.restored is None and "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, Unwatched(), settings.rules)
@@ -179,5 +181,5 @@ def _through(
         watch.last = stages[-1].index
         if without is not None:
             stages = without.leave_out(stages, state.round)
-        state = run_round(settings.method, state, stages, world, engine, watch, settings.rules)
+        state = run_round(settings.method, state, stages, world, hostile, watch, settings.rules)
         after(state)
