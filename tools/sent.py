@@ -20,7 +20,6 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import SERVER, Group, Payload, Reply, Stage, State
 from fedstill.rounds import run_round
-from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 from tools.combinations import asked
 
@@ -41,7 +40,7 @@ def pictures(flip: bool) -> Dataset:
 
 
 @dataclass
-class Collected(Unwatched):
+class Collected:
     """What each stage's clients sent: by stage, the first client's payload."""
 
     sent: dict[str, Payload] = field(default_factory=dict)
@@ -55,6 +54,9 @@ class Collected(Unwatched):
         for reply in replies[:1]:
             if reply.client != SERVER:
                 self.sent.setdefault(stage.name, reply.up)
+
+    def failed(self, *_: object) -> None:
+        """Nothing: the error that comes next says it."""
 
 
 def collected(method: str, flip: bool) -> dict[str, Payload]:
