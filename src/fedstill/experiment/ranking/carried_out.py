@@ -25,7 +25,7 @@ class Ended:
 
 
 def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
-    """Do the runs and score them; raises Interrupted if it was stopped, RunsFailed if one failed and did not diverge."""
+    """Do the runs and score them; raises Interrupted if stopped, RunsFailed if one failed but did not diverge."""
     outcomes = {o.variant.folder: o for o in do(runs)}
     own = [outcomes[run.folder] for run in runs]
     if left := sum(o.state in ("waiting", "running", "stopped") for o in own):
@@ -33,7 +33,7 @@ def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
     if failed := [o for o in own if o.problem and not _diverged(o)]:
         first = failed[0]
         raise RunsFailed(
-            f"{len(failed)} of {len(own)} runs failed; {first.variant.label}, seed {first.variant.seed}: {first.problem}"
+            f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed {first.variant.seed}: {first.problem}"
         )
     return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in own]
 

@@ -1,7 +1,7 @@
 """The numbers that the ranking takes from a run's journal: how much was learned, how much of it was kept, what it cost.
 
-For each class (or task, or client that asked) there are a best row and a last row of a matrix: accuracy = learned x kept,
-exactly.
+For each class (or task, or client that asked) there are a best row and a last row of a matrix: accuracy = learned x
+kept, exactly.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _dotted(suite: str, row: str, one: Try) -> Try:
     strange = [key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE]
     if strange or "method.name" in keys.values():
         raise ConfigError(
-            f"suite {suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not {(strange or ['name'])[0]!r}"
+            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not {(strange or ['name'])[0]!r}"
         )
     return {keys[key]: value for key, value in one.items()}
 
