@@ -5,6 +5,7 @@ A block is one column (a setting) and one seed. Columns are chosen, not drawn: n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -136,9 +137,29 @@ def interval(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> tuple[flo
     columns, seeds = own.shape
     if seeds < 2:
         return float("nan"), float("nan")
+    return _ends(resampled_means(own, draws, seed), columns, seeds)
+
+
+def told_apart(values: TensorLike, draws: int = DRAWS, seed: int = 0) -> list[list[bool]]:
+    """Of which two methods the interval of the mean difference leaves 0 out, both drawn alike: (methods, methods).
+
+    values: (methods, columns, seeds): scores, or ranks of them.
+    """
+    own = np.asarray(values, dtype=np.float64)
+    many, columns, seeds = own.shape
+    apart = [[False] * many for _ in range(many)]
+    drawn = resampled_means(own, draws, seed)
+    for i, j in itertools.combinations(range(many), 2):
+        low, high = _ends(drawn[:, i] - drawn[:, j], columns, seeds) if seeds > 1 else (0.0, 0.0)
+        apart[i][j] = apart[j][i] = bool(low > 0 or high < 0)
+    return apart
+
+
+def _ends(drawn: Values, columns: int, seeds: int) -> tuple[float, float]:
+    """The ends of the interval, given resampled means."""
     wide = float(np.sqrt(seeds / (seeds - 1))) * float(stdtrit(columns * (seeds - 1), (1 + CONFIDENCE) / 2))
     tail = float(ndtr(-wide))
-    low, high = np.quantile(resampled_means(own, draws, seed), [tail, 1 - tail])
+    low, high = np.quantile(drawn, [tail, 1 - tail])
     return float(low), float(high)
 
 
