@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from fedstill.experiment.ranking.scoring import NUMBERS
-from fedstill.experiment.ranking.suites import TEST_SEEDS
+from fedstill.errors import CorruptFile
+from fedstill.experiment.ranking.scoring import NUMBERS, Score
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
 from fedstill.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference, nemenyi_width
 from fedstill.report.standings import Placed, RankedRow, Standings
@@ -62,7 +67,7 @@ def _line(standings: Standings, placed: Placed) -> list[str]:
         _or_none(100 * placed.wins, ".0f"),
         _or_none(placed.cpu, ".2f"),
         _or_none(placed.sent / 1e6, ".1f"),
-        str(len(placed.row.entry.tries)),
+        str(placed.row.tries),
         placed.row.status,
     ]
 
@@ -78,7 +83,7 @@ def _bound(standings: Standings, row: RankedRow) -> list[str]:
 
 def marked_name(row: RankedRow) -> str:
     """A row's name, marked if a run of it diverged."""
-    return f"{row.name} †" if row.entry.diverged else row.name
+    return f"{row.name} †" if row.diverged else row.name
 
 
 def cell_lines(standings: Standings) -> tuple[list[str], list[list[str]]]:
@@ -97,16 +102,60 @@ def _cell(standings: Standings, row: RankedRow, column: str) -> tuple[str, str]:
 
 def run_lines(every: Sequence[Standings]) -> tuple[list[str], list[list[str]]]:
     """A line a run with all digits: from these everything else can be computed anew."""
-    head = ["tier", "track", "version", "method", "ranked", "column", "seed", *NUMBERS, "diverged", "replayed"]
+    head = [
+        "suite",
+        "version",
+        "method",
+        "tries",
+        "fields",
+        "column",
+        "seed",
+        *NUMBERS,
+        "tasks",
+        "diverged",
+        "replayed",
+    ]
     lines = []
     for one in every:
-        ranked = {p.row.name for p in one.placed}
         for row in one.rows:
-            where = [one.suite.tier, one.suite.track, str(one.suite.version), row.name, str(row.name in ranked).lower()]
+            fields = json.dumps(dict(row.fields), sort_keys=True)
+            where = [one.suite.name, str(one.suite.version), row.name, str(row.tries), fields]
             for (column, seed), score in row.scores.items():
-                told = row.entry.diverged.get(row.entry.run(column, seed).relative_to(row.entry.folder).as_posix(), "")
                 numbers = ["" if v != v else repr(v) for v in score.table.values()]
-                lines.append([*where, column, str(seed), *numbers, told, row.status])
+                own, why = row.tasks.get((column, seed)), row.diverged.get((column, seed), "")
+                told = [json.dumps(own) if own else "", why, row.status]
+                lines.append([*where, column, str(seed), *numbers, *told])
+    return head, lines
+
+
+def rows_from(text: str) -> dict[str, list[RankedRow]]:
+    """The rows of each suite, from the text of table.csv; raises CorruptFile for one that is no such table."""
+    by_row: dict[tuple[str, str], list[dict[str, str]]] = {}
+    try:
+        for line in csv.DictReader(io.StringIO(text)):
+            by_row.setdefault((line["suite"], line["method"]), []).append(line)
+        suites: dict[str, list[RankedRow]] = {}
+        for (suite, name), lines in by_row.items():
+            of = {(line["column"], int(line["seed"])): line for line in lines}
+            scores = {run: Score.of({k: line[k] for k in NUMBERS}) for run, line in of.items()}
+            diverged = {run: line["diverged"] for run, line in of.items() if line["diverged"]}
+            tasks = {run: json.loads(line["tasks"]) for run, line in of.items() if line["tasks"]}
+            fields, tries, status = (lines[0][key] for key in ("fields", "tries", "replayed"))
+            row = RankedRow(name, scores, json.loads(fields), int(tries), diverged, status, tasks)
+            suites.setdefault(suite, []).append(row)
+        return suites
+    except (KeyError, ValueError, TypeError) as error:
+        raise CorruptFile(f"this is no table of the ranking's runs: {error}") from error
+
+
+def choice_lines(suite: Suite, rows: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of what was tried for some rows: the mean score of each try, and the fields that were chosen."""
+    head = ["method", "chosen", *(f"try {i + 1} [%]" for i in range(max(len(suite.tries[row]) for row in rows)))]
+    lines = []
+    for row in (r for r in rows if r in suite.chosen):
+        means = [f"{100 * fmean(own):.1f}" for own in suite.chosen[row].scores]
+        fields = ", ".join(f"{k} = {v}" for k, v in suite.settings_chosen(row).items()) or "as in the suite"
+        lines.append([row, fields, *means, *[NONE] * (len(head) - 2 - len(means))])
     return head, lines
 
 

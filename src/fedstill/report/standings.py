@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from fedstill.experiment.ranking.entries import Entered
-from fedstill.experiment.ranking.scoring import Score, score_of
+from fedstill.experiment.ranking.entries import Entered, run_place
+from fedstill.experiment.ranking.scoring import Score, score_of, task_rows
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.metrics import ranks as over
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.metrics.values import Values
@@ -18,19 +20,26 @@ from fedstill.report.numbers import Spread, spread
 
 NOT_REPLAYED = "not replayed"
 
+DIGITS = 5
+"""Of accuracies on tasks, which pictures show; of all other numbers all digits are kept."""
+
 
 @dataclass(frozen=True)
 class RankedRow:
-    """One row's runs: a score for each (column, seed). ``status``: how near a replay came."""
+    """One row's runs: a score for each (column, seed).
 
-    entry: Entered
+    ``fields``: what was chosen over the suite's settings, of ``tries`` configurations. ``diverged``: why, by run.
+    ``tasks``: by run, the accuracy on each task at each task's end (T, T), where there are tasks.
+    ``status``: how near a replay came.
+    """
+
+    name: str
     scores: Mapping[tuple[str, int], Score]
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    tries: int = 0
+    diverged: Mapping[tuple[str, int], str] = field(default_factory=dict)
     status: str = NOT_REPLAYED
-
-    @property
-    def name(self) -> str:
-        """As it stands in the tables."""
-        return self.entry.row
+    tasks: Mapping[tuple[str, int], Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def column(self, column: str, number: str = "accuracy") -> dict[int, float]:
         """A number by seed."""
@@ -106,12 +115,14 @@ class Standings:
 
 
 def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
-    """The scores of an entry's runs."""
+    """The scores of an entry's runs; the suite has its row."""
     runs = suite.recipe.variants([(entry.row, c) for c in suite.columns(entry.row)], TEST_SEEDS[:1], {}, entry.folder)
     asked = {run.label.rpartition(" | ")[2]: run.settings.rounds for run in runs}
-    return RankedRow(
-        entry, {(c, s): score_of(entry.run(c, s), n) for c, n in asked.items() for s in TEST_SEEDS}, status
-    )
+    scores = {(c, s): score_of(entry.run(c, s), n) for c, n in asked.items() for s in TEST_SEEDS}
+    diverged = {(c, s): entry.diverged[run_place(c, s)] for c, s in scores if run_place(c, s) in entry.diverged}
+    ends = {(c, s): task_rows(read_journal(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
+    tasks = {run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own}
+    return RankedRow(entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks)
 
 
 def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:

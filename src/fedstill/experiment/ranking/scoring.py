@@ -52,6 +52,13 @@ class Score:
         """Name and number of each."""
         return asdict(self)
 
+    @staticmethod
+    def of(told: Mapping[str, str]) -> Score:
+        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError, ValueError."""
+        whole = ("bytes_up", "bytes_down", "rounds")
+        numbers: dict[str, Any] = {k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS}
+        return Score(**numbers)
+
 
 NUMBERS = tuple(f.name for f in fields(Score))
 """What a line of the table of all runs has, in order."""
