@@ -69,24 +69,25 @@ def rank_figure(one: Standings) -> Figure:
         }
     ]
     start = len(names) + 0.8
-    for i, group in enumerate(one.bars):
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines+markers",
-                "x": [start + 0.45 * i] * len(group),
-                "y": [plain(name) for name in group],
-                "line": {"width": 3, "color": "#888888"},
-                "marker": {"size": 7, "color": "#888888"},
-                "hovertemplate": "%{y} cannot be told apart from the others on this bar<extra></extra>",
-            }
-        )
+    data += [_bar(start + 0.45 * i, group) for i, group in enumerate(one.bars)]
     ticks = list(range(1, len(names) + 1))
     right = {"title": {"text": "mean rank"}, "range": [0.5, start + 0.45 * max(1, len(one.bars))], "tickvals": ticks}
     up = {"type": "category", "categoryorder": "array", "categoryarray": list(reversed(names))}
     height = 110 + 26 * len(names)
     axes = layout(height=height, hovermode="closest", xaxis=right, yaxis=up, showlegend=False)
     return {"data": data, "layout": axes}
+
+
+def _bar(x: float, group: Sequence[str]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": [x] * len(group),
+        "y": [plain(name) for name in group],
+        "line": {"width": 3, "color": "#888888"},
+        "marker": {"size": 7, "color": "#888888"},
+        "hovertemplate": "%{y} cannot be told apart from the others on this bar<extra></extra>",
+    }
 
 
 def task_matrix(row: RankedRow, column: str) -> Figure | None:

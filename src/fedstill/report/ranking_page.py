@@ -25,10 +25,10 @@ MEANS = (
 )
 HOW = (
     f"Fields are chosen on seeds {', '.join(map(str, CHOOSING_SEEDS))}, on training images that clients lack; numbers"
-    f" are of seeds {', '.join(map(str, TEST_SEEDS))} on the test set. Accuracy is a mean over classes, and is learned ×"
-    " kept: what was known of each class at its best, and how much of it is left at the end. Where there are no tasks,"
-    " both are taken from means of five successive rounds. CPU seconds are of whole runs, over FedAvg's; MB up and down."
-    " † a run diverged, and counts as far as it came."
+    f" are of seeds {', '.join(map(str, TEST_SEEDS))} on the test set. Accuracy is a mean over classes, and is learned"
+    " × kept: what was known of each class at its best, and how much of it is left at the end. Where there are no"
+    " tasks, both are taken from means of five successive rounds. CPU seconds are of whole runs, over FedAvg's; MB go"
+    " up and down. † a run diverged, and counts as far as it came."
 )
 INTERVALS = (
     "Intervals over columns resample seeds within columns, 10,000 times; p is of a sign-flip test over columns × seeds,"
@@ -92,11 +92,11 @@ def _fields(one: Standings) -> Iterator[Html]:
     suite = one.suite
     yield sentence(f"Over the settings that all rows of {suite.name} have; chosen on the column {suite.column}.")
     for name in (p.row.name for p in one.placed):
-        text = f"<strong>{escape(name)}</strong></p><pre class='copy'>{escape(as_toml(one, name))}</pre>"
+        text = f"<strong>{escape(name)}</strong></p><pre class='copy'>{escape(copied_fields(one, name))}</pre>"
         yield Html(f"<p>{text}")
 
 
-def as_toml(one: Standings, name: str) -> str:
+def copied_fields(one: Standings, name: str) -> str:
     """A row's method, and what was chosen over the suite's settings, as tables of a config."""
     row = next(p.row for p in one.placed if p.row.name == name)
     tree: dict[str, dict[str, object]] = {"method": dict(one.suite.method(name))}
