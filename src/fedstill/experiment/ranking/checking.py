@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import read_data
+from fedstill.experiment.ranking.derived import alike, contradiction, following
 from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import CPU, ENTRY, RUN_FILES, Entered, run_place
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
-from fedstill.experiment.run_directory.journal import Event, read_journal
-from fedstill.experiment.running.task_ends import summed_up
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.files import digest
-from fedstill.metrics.accuracy import best_and_recent
 from fedstill.registry import names
 
 
@@ -56,9 +54,8 @@ def suite_of(entry: Entered) -> Suite:
         )
     if entry.row in suite.recipe.rows:
         if entry.file or entry.method != suite.method(entry.row)["name"]:
-            raise CorruptFile(
-                f"{entry.folder / ENTRY}: {entry.row} is {suite.method(entry.row)['name']} in {suite.name}"
-            )
+            method = suite.method(entry.row)["name"]
+            raise CorruptFile(f"{entry.folder / ENTRY}: {entry.row} is the method {method} in {suite.name}")
         return suite
     if not entry.file and entry.method not in names("method"):
         raise CorruptFile(f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file")
@@ -83,7 +80,7 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
         ("seeds and columns are complete", _incomplete),
         ("files are those of entry.toml", _other_files),
         ("settings are the suite's", _other_settings),
-        ("journals are whole", _broken_journals),
+        ("journals are whole and do not contradict themselves", _broken_journals),
         ("summaries follow from the journals", _other_summaries),
         ("the fields follow from the tries", _other_choice),
     ]
@@ -134,7 +131,7 @@ def _other_settings(entry: Entered, suite: Suite) -> str:
     for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path()):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
         tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
-        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, run.settings.tree))
+        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, tomllib.loads(run.settings.toml)))
         if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
             first = other[0]
             return f"{place}/config.toml has {first} = {has.get(first)!r}, and the suite {wants.get(first)!r}"
@@ -170,6 +167,8 @@ def _broken_journals(entry: Entered, suite: Suite) -> str:
         short = place in entry.diverged and numbers == list(range(1, len(numbers) + 1))
         if not (whole or short):
             return f"{place}/journal.jsonl has not the rounds 1 to {asked}, each once"
+        if why := contradiction(events):
+            return f"{place}/journal.jsonl, {why}"
     return ""
 
 
@@ -184,22 +183,6 @@ def _other_summaries(entry: Entered, suite: Suite) -> str:
             if not alike(summary.get(key), value):
                 return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"
     return ""
-
-
-def following(events: list[Event]) -> dict[str, Any]:
-    """The numbers of a summary that follow from a journal."""
-    rounds = [e for e in events if e["event"] == "round"]
-    rows = [e["row"] for e in events if e["event"] == "task" and e["task"]]
-    sums = {key: sum(e[key] for e in rounds) for key in ("bytes_up", "bytes_down", CPU)}
-    last = {key: rounds[-1][key] for key in ("accuracy", "forgetting")}
-    return {**last, **best_and_recent([e["accuracy"] for e in rounds]), **sums, **summed_up(rows)}
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Whether two numbers are one, up to the rounding of a sum."""
-    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
-        return math.isclose(one, other, rel_tol=1e-12, abs_tol=1e-15)
-    return bool(one == other)
 
 
 def _other_choice(entry: Entered, suite: Suite) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 import tomli_w
 
-from fedstill.errors import CorruptFile, RunExists
+from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.ranking.carried_out import Ended
 from fedstill.experiment.ranking.choices import Choice, read_choice
 from fedstill.experiment.ranking.suites import Suite, Try
@@ -182,7 +182,7 @@ def read_entry(folder: Path) -> Entered:
             **words,
             **tables,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFile(f"{folder / ENTRY} cannot be read: {error}") from error
 
 
