@@ -72,7 +72,7 @@ def score_of(folder: Path, asked: int) -> Score:
     events = read_journal(folder / "journal.jsonl")
     try:
         return _score(events, asked)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
         raise CorruptFile(f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}") from error
 
 
