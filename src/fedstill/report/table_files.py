@@ -33,10 +33,10 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     head, lines = result_lines(compared)
     apart = list(differences(compared, base))
     texts = {
-        "results.csv": _csv(*_wide(compared)),
+        "results.csv": csv_text(*_wide(compared)),
         "results.md": markdown(head, lines),
         "results.tex": latex(head, lines),
-        "differences.csv": _csv(["compared", "with", "number", "unit", *DIFFERENCE], apart),
+        "differences.csv": csv_text(["compared", "with", "number", "unit", *DIFFERENCE], apart),
         "differences.md": markdown(*difference_lines(apart)),
         "differences.tex": latex(*difference_lines(apart)),
     }
@@ -116,7 +116,13 @@ def _named(label: str, note: str) -> str:
     return f"{label} ({note})" if note else label
 
 
-def _csv(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def csv_text(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table as CSV.
+
+    >>> print(csv_text(["a", "b"], [["1", "x, y"]]), end="")
+    a,b
+    1,"x, y"
+    """
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([head, *lines])
     return out.getvalue()
