@@ -140,7 +140,7 @@ OTHER = [
     ("fednova", "ccvr", "on"),
     ("scaffold", "divide_by", "momentum"),
     ("fedcurv", "scope", "all"),
-    ("feddyn", "aggregation", "median"),
+    ("feddyn", "aggregation", "mode"),
     ("cwc", "memory", "queue"),
     ("fedbe", "distribution", "laplace"),
     ("sfedkd", "teacher_choice", "best"),

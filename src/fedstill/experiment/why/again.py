@@ -16,6 +16,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.measures.base import Happened, Measure, Room
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -197,6 +198,7 @@ def _through(
         if without is not None:
             every, stages = stages, without.leave_out(stages, state.round)
             acts = as_in_company(engine) if _is_left_alone(every, stages) else engine
-        state = run_round(settings.method, state, stages, world, acts, watch, settings.rules)
+        hostile = with_hostile(acts, settings)
+        state = run_round(settings.method, state, stages, world, hostile, watch, settings.rules)
         after(state)
     return state

@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 
 from fedstill.errors import ConfigError
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.running.evaluation import evaluated
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.why.again import OnAgain, TakenUp, gone_to
@@ -44,7 +45,7 @@ def round_of_others(
         state = gone_to(kept, engine, round, again)
         cohorts = []
         for number, stages in enumerate(drawn):
-            own = replace(engine, memory=memory.in_process())
+            own = with_hostile(replace(engine, memory=memory.in_process()), settings)
             after = run_round(settings.method, state, stages, world, own, Unwatched(), settings.rules)
             named = evaluated_answers(settings.method, after, world)
             accuracy = evaluated(named, kept.prepared.sites, world.classes)["class_accuracy"]

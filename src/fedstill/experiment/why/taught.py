@@ -13,6 +13,7 @@ from torch import Tensor
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.why.again import OnAgain, TakenUp, as_in_company, gone_to
 from fedstill.fitting import FIT
 from fedstill.methods.local_only import answered, fitted
@@ -87,7 +88,8 @@ class _Lesson:
         settings, seen = self.kept.prepared.settings, _Exchange(self.client)
         own = [s if s.name == FIT or SERVER in s.clients else replace(s, clients=(self.client,)) for s in self.stages]
         engine = replace(as_in_company(self.engine), memory=self.engine.memory.in_process())
-        run_round(settings.method, state, own, self.kept.prepared.world, engine, seen, settings.rules)
+        acts = with_hostile(engine, settings)
+        run_round(settings.method, state, own, self.kept.prepared.world, acts, seen, settings.rules)
         return seen
 
     def with_some(self, fit: State, teachers: Sequence[int]) -> Tensor:
