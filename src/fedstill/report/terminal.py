@@ -151,6 +151,7 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     shown = [
         *asked,
         *([] if asked else [*own, *(m for m in COLUMNS if m.key in usual and any(g.values(m.key) for g in compared))]),
+        *(m for m in COLUMNS if m.key == "epsilon" and any(g.values(m.key) for g in compared)),
         *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []
