@@ -9,7 +9,7 @@ from types import FrameType
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
-from fedstill.cli import asking, comparisons, deploy, export, matrix, reproduce, single_run, tune, why
+from fedstill.cli import asking, audit, comparisons, deploy, export, matrix, reproduce, single_run, tune, why
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError
@@ -17,6 +17,7 @@ from fedstill.errors import FedstillError
 __all__ = [
     "app",
     "asking",
+    "audit",
     "call",
     "comparisons",
     "deploy",
