@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import shutil
 import subprocess
@@ -101,5 +102,12 @@ def evidence_of(folder: Path) -> tuple[str, list[Any]]:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
-        yield Path(place)
+    """A folder for a row's runs; what is damaged on purpose is not logged."""
+    logger = logging.getLogger("fedstill")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
+            yield Path(place)
+    finally:
+        logger.setLevel(level)
