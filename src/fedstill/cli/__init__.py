@@ -9,7 +9,20 @@ from types import FrameType
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
-from fedstill.cli import asking, audit, comparisons, deploy, export, matrix, reproduce, single_run, tune, why
+from fedstill.cli import (
+    asking,
+    audit,
+    comparisons,
+    deploy,
+    export,
+    matrix,
+    rank,
+    rank_entries,
+    reproduce,
+    single_run,
+    tune,
+    why,
+)
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError
@@ -24,6 +37,8 @@ __all__ = [
     "export",
     "main",
     "matrix",
+    "rank",
+    "rank_entries",
     "reproduce",
     "single_run",
     "tune",

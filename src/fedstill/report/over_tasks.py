@@ -136,21 +136,7 @@ def task_curves(group: Group) -> Figure:
 
 def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
     """What was learned and which share of it was kept, a point for each seed."""
-    along = [0.02 * i for i in range(1, 51)]
-    data: list[dict[str, Any]] = []
-    for level in (0.2, 0.4, 0.6, 0.8):
-        x = [v for v in along if v >= level]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": x,
-                "y": [rounded(level / v) for v in x],
-                "line": {"color": "#999999", "width": 1, "dash": "dot"},
-                "hoverinfo": "skip",
-                "showlegend": False,
-            }
-        )
+    data = equal_curves()
     for group in groups:
         matrices = [run_rows(run) for run in _ended(group)]
         data.append(
@@ -168,6 +154,24 @@ def learned_and_kept(groups: Sequence[Group], style: Style) -> Figure:
     axis = {**PERCENT, "range": [0, 1.03]}
     right, up = ({**axis, "title": {"text": what}} for what in ("learned", "kept"))
     return {"data": data, "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False)}
+
+
+def equal_curves() -> list[dict[str, Any]]:
+    """Curves of equal accuracy in the plane of learned and kept: 20, 40, 60 and 80 %."""
+    along = [0.02 * i for i in range(1, 51)]
+    curves = {level: [v for v in along if v >= level] for level in (0.2, 0.4, 0.6, 0.8)}
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "x": x,
+            "y": [rounded(level / v) for v in x],
+            "line": {"color": "#999999", "width": 1, "dash": "dot"},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        }
+        for level, x in curves.items()
+    ]
 
 
 def changes(group: Group) -> list[dict[str, Any]]:

@@ -18,6 +18,9 @@ from fedstill.experiment.comparing.variants import Variant, seeded
 from fedstill.experiment.config.experiment import from_tree
 
 TOP = {"paper", "common", "columns", "rows", "published"}
+
+RANKING = "rank"
+"""The folder of the ranking's suites, which have no published numbers and are no papers' tables."""
 USUAL = ("accuracy", "forgetting")
 """What a cell prints, if the recipe does not say other ``measures``: keys of a run's summary."""
 
@@ -121,7 +124,7 @@ class Recipe:
 def recipe_names() -> list[str]:
     """The recipes there are, as ``paper/table``."""
     root = resources.files("fedstill.recipes")
-    folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_")]
+    folders = [f for f in root.iterdir() if f.is_dir() and not f.name.startswith("_") and f.name != RANKING]
     return sorted(f"{f.name}/{t.name.removesuffix('.toml')}" for f in folders for t in f.iterdir() if _is_toml(t))
 
 
@@ -129,26 +132,35 @@ def load_recipe(name: str) -> Recipe:
     """A recipe by its name; raises UnknownName with the nearest one."""
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
-    paper, _, table = name.partition("/")
-    text = (resources.files("fedstill.recipes") / paper / f"{table}.toml").read_text()
-    tree = tomllib.loads(text)
-    measures = tuple(tree.pop("measures", USUAL))
-    starts = tree.pop("starts", {})
-    if set(tree) != TOP:
+    tree = tomllib.loads(recipe_text(name))
+    if set(tree) - {"measures", "starts"} != TOP:
         raise ConfigError(f"recipe {name}: it has {sorted(tree)}, and must have {sorted(TOP)}")
+    return recipe_of(name, tree)
+
+
+def recipe_text(name: str) -> str:
+    """The text of ``recipes/NAME.toml``."""
+    return resources.files("fedstill.recipes").joinpath(*f"{name}.toml".split("/")).read_text()
+
+
+def recipe_of(name: str, tree: Mapping[str, Any]) -> Recipe:
+    """A recipe from its tables; ``published`` may be left out. Raises ConfigError for cells and columns it has not."""
+    measures = tuple(tree.get("measures", USUAL))
     published: dict[tuple[str, str], Published] = {}
-    for row, cells in tree["published"].items():
+    for row, cells in tree.get("published", {}).items():
         for column, cell in cells.items():
             strange = sorted(set(cell) - {*measures, "spread", *BESIDE_VALUES})
             if strange:
                 raise ConfigError(f"recipe {name}, {row}:{column}: {strange[0]!r} is not one of its measures")
             values = {k: v for k, v in cell.items() if k not in BESIDE_VALUES}
             published[row, column] = Published(values, **{k: cell[k] for k in BESIDE_VALUES if k in cell})
-    only = {row: setting.pop(ONLY) for row, setting in tree["rows"].items() if ONLY in setting}
+    rows = {row: {k: v for k, v in setting.items() if k != ONLY} for row, setting in tree["rows"].items()}
+    only = {row: setting[ONLY] for row, setting in tree["rows"].items() if ONLY in setting}
     strange = sorted({column for columns in only.values() for column in columns} - set(tree["columns"]))
     if strange:
         raise ConfigError(f"recipe {name}: column {strange[0]!r}, to which a row is limited, does not exist")
-    return Recipe(name, tree["paper"], tree["common"], tree["rows"], tree["columns"], published, measures, starts, only)
+    starts, columns = tree.get("starts", {}), tree["columns"]
+    return Recipe(name, tree["paper"], tree["common"], rows, columns, published, measures, starts, only)
 
 
 def _folder(out: Path, label: str) -> Path:

@@ -92,6 +92,8 @@ class DataTable:
     """What they are divided by then; unset: the data set's spread, or what ``standardise`` says."""
     held_out: Literal["last"] | None = None
     """Which of its data a client holds out for validation: the last in the split's order; unset: drawn by seed."""
+    test_from: Literal["held_out"] | None = None
+    """What models are tested on: training examples that clients then lack, to choose fields by; unset: the test set."""
     kind: Kind | None = None
     """What examples are: image, table, vector, series or text; unset: told by the columns."""
     columns: Annotated[tuple[str, ...], Len(1, 100_000)] | None = None

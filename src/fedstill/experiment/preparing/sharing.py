@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstill.data.dealt_out import DealtOut, counts_table
-from fedstill.data.examples import Dataset
+from fedstill.data.examples import Dataset, stratified
 from fedstill.data.partition.flat import FlatParts
+from fedstill.data.sources.held_out import TEST_SHARE
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.moments import Moments
@@ -22,7 +23,7 @@ from fedstill.experiment.preparing.split import some_of, split
 from fedstill.experiment.preparing.standardising import PLAIN, Standard, standard
 from fedstill.experiment.preparing.task_split import cut_of, split_by_task
 from fedstill.keys import generator, seed_for
-from fedstill.records import Examples
+from fedstill.records import SERVER, Examples
 from fedstill.stream import Cut
 
 OWN_TEST = "own test"
@@ -58,7 +59,7 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None,
     begun: the split that a run began with, which is taken as it is. sent: what the sums of real sites came to.
     """
     rules = settings.named.partition.values
-    everyone, tests = dataset.train, dataset.test
+    everyone, tests = trained_and_tested(settings, dataset)
     if rules.get("pool"):
         everyone, tests = _all([dataset.train, dataset.test]), dataset.test.take(torch.arange(0))
     train, public = set_apart(settings, dataset, some_of(everyone, settings.data.train_size, "train_size"))
@@ -82,6 +83,28 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None,
     common = None if by.by_client is not None or not len(test) else by.of(test) if not rules.get("pool") else test
     notes = (*dataset.about.notes, *by.notes)
     return Shared(by.of_clients(train, parts), parts, public, common, own, names, by, notes, cut)
+
+
+def trained_and_tested(settings: Settings, dataset: Dataset) -> tuple[Examples, Examples]:
+    """The examples that clients may have, and those on which models are tested, as ``[data] test_from`` says.
+
+    Of held-out training examples there are ``test_size``, or a fifth of all, the classes' shares kept; they are the
+    same for every seed and every ``train_size``. Raises ConfigError where they leave nothing to train on.
+    """
+    if settings.data.test_from is None:
+        return dataset.train, dataset.test
+    if settings.on_sites or settings.named.partition.values.get("pool"):
+        what = "flower.data = 'sites'" if settings.on_sites else "partition.pool = true"
+        raise ConfigError(f"data.test_from = 'held_out' has no meaning with {what}; leave one of them out")
+    labels = dataset.train.labels
+    size = settings.data.test_size or round(TEST_SHARE * len(labels))
+    if not 0 < size < len(labels):
+        raise ConfigError(
+            f"data.test_from = 'held_out': data.test_size = {size} leaves nothing of {len(labels)} training examples"
+        )
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    held[stratified(labels, size, seed=seed_for(0, 0, 0, SERVER, "held out"))] = True
+    return dataset.train.take((~held).nonzero().flatten()), dataset.train.take(held.nonzero().flatten())
 
 
 def client_owners(settings: Settings, dataset: Dataset, train: Examples) -> list[int]:

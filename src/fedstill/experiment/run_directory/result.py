@@ -162,6 +162,7 @@ def summary_of(
         "bytes_down": sum(e["bytes_down"] for e in history),
         "seconds": sum(e["seconds"] for e in history),
         "seconds_training": sum(e["seconds_training"] for e in history),
+        **({"seconds_cpu": sum(e["seconds_cpu"] for e in history)} if all("seconds_cpu" in e for e in history) else {}),
         "seconds_measures": dict(measures or {}),
     }
 

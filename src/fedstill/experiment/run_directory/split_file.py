@@ -34,9 +34,12 @@ def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:
     (clients,) are numbers of the names that the journal has.
     """
     write_whole(folder / SPLIT, data := _bytes_of(split))
-    sizes = {"clients": len(split.parts), "examples": len(split.labels)}
-    named = {"networks": list(split.names)} if split.names else {}
-    return {"file": SPLIT, "sha256": digest(data), **sizes, **named}
+    return _told(split, data)
+
+
+def split_told(split: DealtOut) -> dict[str, Any]:
+    """What the journal of a run with this split says of it; nothing is written."""
+    return _told(split, _bytes_of(split))
 
 
 def begun_split(folder: Path) -> DealtOut | None:
@@ -106,6 +109,12 @@ def networks_of(stored: DealtOut | None, start: Mapping[str, Any]) -> Sequence[s
     if stored is None or not stored.names:
         return [str(name) for name in start.get("models", [])]
     return [stored.names[number] for number in stored.networks.tolist()]
+
+
+def _told(split: DealtOut, data: bytes) -> dict[str, Any]:
+    sizes = {"clients": len(split.parts), "examples": len(split.labels)}
+    named = {"networks": list(split.names)} if split.names else {}
+    return {"file": SPLIT, "sha256": digest(data), **sizes, **named}
 
 
 def _bytes_of(split: DealtOut) -> bytes:

@@ -54,6 +54,7 @@ class Measuring:
     _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
     _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
+    _cpu: float = field(default_factory=time.process_time)  # this process's CPU seconds when the last round ended
 
     def __post_init__(self) -> None:
         settings = self.prepared.settings
@@ -165,7 +166,8 @@ class Measuring:
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
             "seconds_measuring": time.perf_counter() - began + self.spent,
         }
-        self.spent = 0.0
+        self.spent, began_cpu, self._cpu = 0.0, self._cpu, time.process_time()
+        event["seconds_cpu"] = self._cpu - began_cpu
         event["seconds"] = training + saving + event["seconds_measuring"]
         self._passed(classes)
         return event

@@ -59,7 +59,35 @@
     await draw(plot);
   }
 
+  // A head of a table is a button that sorts by its column: numbers by size, the best first, then the other way.
+  function sortable(table) {
+    const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+    const read = (row, i) => {
+      const text = row.cells[i].textContent.trim(), number = parseFloat(text.replace(/[,+\s]/g, "").replace("−", "-"));
+      return Number.isNaN(number) ? text : number;
+    };
+    heads.forEach((head, i) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...head.childNodes);
+      head.append(button);
+      button.addEventListener("click", () => {
+        const down = head.getAttribute("aria-sort") !== "descending";
+        heads.forEach((h) => h.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", down ? "descending" : "ascending");
+        const rows = [...body.rows].sort((a, b) => {
+          const x = read(a, i), y = read(b, i);
+          if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
+          const order = typeof x === "number" ? y - x : y.localeCompare(x);
+          return down ? order : -order;
+        });
+        body.append(...rows);
+      });
+    });
+  }
+
   function listen() {
+    document.querySelectorAll("table.sortable").forEach(sortable);
     for (const select of document.querySelectorAll("[data-controls]")) {
       select.addEventListener("input", () => {
         if (select.dataset.options) {

@@ -1,0 +1,82 @@
+"""The commands of the ranking that read entries: rank check, rank page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter, validators
+
+from fedstill.cli.app import Jobs, Quiet, say
+from fedstill.cli.rank import RUNS, doing, rank
+
+Times = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
+
+
+@rank.command(name="check")
+def rank_check(
+    *entries: Path,
+    replay: Times = 0,
+    rounds: Times = 0,
+    note: Path | None = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+) -> int:
+    """Check entries: settings, completeness, digests, sums, the choice, and what is drawn here; run nothing of them.
+
+    Exit code 1 where one is not as it should be. With --replay the method's own file is executed, if it has one.
+
+    Args:
+        entries: Folders of entries, or folders or packs with entries below them.
+        replay: Do so many of each entry's runs again, drawn by its own bytes, and say how near they come.
+        rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are done.
+        note: Write the level that a replay reached to replayed.csv in this folder, which rank page reads.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.errors import ConfigError
+    from fedstill.experiment.ranking.entries import entries_below
+    from fedstill.report.checked_entries import check_one
+
+    places = [place for folder in entries for place in entries_below(folder)]
+    if not places:
+        raise ConfigError(
+            "rank check: name at least one folder of an entry, e.g. runs/rank/entries/digits-space/fedgap"
+        )
+    with doing(None, jobs, quiet) as do:
+        return max(say_all(check_one(place, do, replay, rounds, note)) for place in places)
+
+
+def say_all(lines: Iterator[tuple[str, bool]]) -> int:
+    """Print lines; 1 where one of them is of something that is wrong."""
+    worst = 0
+    for text, good in lines:
+        print(text)
+        worst = max(worst, int(not good))
+    return worst
+
+
+@rank.command(name="page")
+def rank_page(*entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool, Parameter()] = True) -> int:
+    """Write the page of the ranking, and its tables as Markdown, CSV and LaTeX.
+
+    Args:
+        entries: Folders or packs of entries, beside what ships.
+        out: The folder for index.html (one file, no network), table.md, table.csv (a line a run), standings.csv and
+            table.tex.
+        shipped: Whether what ships is in it.
+    """
+    from fedstill.report.ranked import every_standing, rows_below, shipped_rows
+    from fedstill.report.ranking_files import write_ranking_files
+    from fedstill.report.ranking_page import write_ranking_page
+
+    rows, suites, left_out = rows_below(entries)
+    there = shipped_rows() if shipped else {}
+    both = {name: [*there.get(name, ()), *rows.get(name, ())] for name in {**there, **rows}}
+    standing = every_standing(both, suites)
+    for line in left_out:
+        say(f"left out: {line}", 0)
+    print(write_ranking_page(standing, out / "index.html"))
+    print("\n".join(map(str, write_ranking_files(standing, out))))
+    return int(bool(left_out))

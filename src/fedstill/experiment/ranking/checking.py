@@ -1,0 +1,217 @@
+"""What an entry says of itself, checked without a run: settings, completeness, digests, draws, sums, and the choice."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstill.data.examples import Dataset
+from fedstill.errors import ConfigError, CorruptFile, FedstillError
+from fedstill.experiment.config.earlier import as_it_began
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.overrides import flat
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import read_data
+from fedstill.experiment.ranking.derived import contradiction, following, same_number
+from fedstill.experiment.ranking.drawn import other_draws
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, run_place
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.files import digest
+from fedstill.registry import names
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was checked: what, and what is wrong with it, empty where nothing is."""
+
+    what: str
+    wrong: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.wrong
+
+
+def suite_of(entry: Entered) -> Suite:
+    """The suite of an entry, with the entry's own row where the suite does not have it.
+
+    Raises CorruptFile for another suite or version than this fedstill has, or a row that the suite has otherwise.
+    """
+    try:
+        suite = load_suite(entry.suite)
+    except ConfigError as error:
+        raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
+    if entry.version != suite.version:
+        raise CorruptFile(
+            f"{entry.folder / ENTRY} is of version {entry.version} of {suite.name}; this fedstill has {suite.version}"
+        )
+    if entry.row in suite.recipe.rows:
+        if entry.file or entry.method != suite.method(entry.row)["name"]:
+            method = suite.method(entry.row)["name"]
+            raise CorruptFile(f"{entry.folder / ENTRY}: {entry.row} is the method {method} in {suite.name}")
+        return suite
+    if not entry.file and entry.method not in names("method"):
+        raise CorruptFile(f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file")
+    try:
+        return suite.with_row(entry.row, str(entry.folder / entry.file) if entry.file else entry.method, entry.tries)
+    except ConfigError as error:
+        raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
+
+
+def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
+    """What was checked of an entry, a line each, without running anything; ``draws``: also against what is drawn here.
+
+    A check that needs what another one has refused is left out.
+    """
+    try:
+        suite = suite_of(entry)
+    except CorruptFile as error:
+        yield Finding("suite and version", str(error))
+        return
+    yield Finding("suite and version")
+    checks: list[tuple[str, Callable[[Entered, Suite], str]]] = [
+        ("seeds and columns are complete", _incomplete),
+        ("files are those of entry.toml", _other_files),
+        ("settings are the suite's", _other_settings),
+        ("journals are whole and do not contradict themselves", _broken_journals),
+        ("summaries follow from the journals", _other_summaries),
+        ("the fields follow from the tries", _other_choice),
+    ]
+    for what, check in checks:
+        line = _line(what, entry, suite, check)
+        yield line
+        if not line.good and check in (_incomplete, _other_files, _broken_journals):
+            return
+    if draws:
+        yield _line("splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws)
+
+
+def _line(what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Suite], str]) -> Finding:
+    try:
+        return Finding(what, check(entry, suite))
+    except FedstillError as error:
+        return Finding(what, str(error))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        return Finding(what, f"a file cannot be read: {type(error).__name__}: {error}")
+
+
+def _places(entry: Entered, suite: Suite) -> list[str]:
+    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
+
+
+def _incomplete(entry: Entered, suite: Suite) -> str:
+    places = _places(entry, suite)
+    needed = {f"{place}/{name}" for place in places for name in RUN_FILES}
+    needed -= {f"{place}/summary.json" for place in entry.diverged}
+    needed |= {entry.file} if entry.file else set()
+    there = {p.relative_to(entry.folder).as_posix() for p in entry.folder.rglob("*") if p.is_file()} - {ENTRY}
+    there -= {f"{place}/summary.json" for place in entry.diverged}
+    if missing := sorted(needed - there):
+        return f"{missing[0]} is missing ({len(missing)} files in all)"
+    return f"{extra[0]} belongs to no run of the suite" if (extra := sorted(there - needed)) else ""
+
+
+def _other_files(entry: Entered, suite: Suite) -> str:
+    paths = sorted(p for p in entry.folder.rglob("*") if p.is_file() and p.name != ENTRY)
+    named = {p.relative_to(entry.folder).as_posix(): p for p in paths}
+    if unlisted := sorted(named.keys() ^ entry.digests.keys()):
+        return f"{unlisted[0]} has no digest, or no file"
+    other = [name for name, path in named.items() if digest(path.read_bytes()) != entry.digests[name]]
+    return f"{other[0]} is not the file that was entered: its SHA-256 is another" if other else ""
+
+
+def _other_settings(entry: Entered, suite: Suite) -> str:
+    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path()):
+        place = run_place(run.label.rpartition(" | ")[2], run.seed)
+        tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
+        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, tomllib.loads(run.settings.toml)))
+        if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
+            first = other[0]
+            return f"{place}/config.toml has {first} = {has.get(first)!r}, and the suite {wants.get(first)!r}"
+    return ""
+
+
+def _cells(entry: Entered, suite: Suite) -> tuple[list[tuple[str, str]], tuple[int, ...]]:
+    return [(entry.row, column) for column in suite.columns(entry.row)], TEST_SEEDS
+
+
+def _fields(entry: Entered) -> dict[str, Any]:
+    """What was chosen; of a method of its own file without the method's fields, which only its file can check."""
+    return {k: v for k, v in entry.fields.items() if not (entry.file and k.startswith("method."))}
+
+
+def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without its engine, whose bits are one; of a method of its own file also without its name and fields."""
+    whole = json.loads(json.dumps({k: v for k, v in tree.items() if k != "engine"}))
+    if not entry.file:
+        return dict(whole)
+    stages = {json.dumps(plan, sort_keys=True) for plan in whole.pop("plan", {}).values()}
+    return {**{k: v for k, v in whole.items() if k != "method"}, "plan": {"every": sorted(stages)}}
+
+
+def _broken_journals(entry: Entered, suite: Suite) -> str:
+    for place in _places(entry, suite):
+        path = entry.folder / place / "journal.jsonl"
+        events, asked = read_journal(path), _rounds(entry.folder / place)
+        if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
+            return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
+        numbers = [e["round"] for e in events if e["event"] == "round"]
+        whole = numbers == list(range(1, asked + 1))
+        short = place in entry.diverged and numbers == list(range(1, len(numbers) + 1))
+        if not (whole or short):
+            return f"{place}/journal.jsonl has not the rounds 1 to {asked}, each once"
+        if why := contradiction(events):
+            return f"{place}/journal.jsonl, {why}"
+    return ""
+
+
+def _rounds(folder: Path) -> int:
+    return int(tomllib.loads((folder / "config.toml").read_text())["rounds"])
+
+
+def _other_summaries(entry: Entered, suite: Suite) -> str:
+    for place in (p for p in _places(entry, suite) if p not in entry.diverged):
+        summary = json.loads((entry.folder / place / "summary.json").read_text())
+        for key, value in following(read_journal(entry.folder / place / "journal.jsonl")).items():
+            if not same_number(summary.get(key), value):
+                return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"
+    return ""
+
+
+def _other_choice(entry: Entered, suite: Suite) -> str:
+    if entry.choice is None:
+        return f"{entry.row} has no scores of its tries" if entry.row in suite.tries else ""
+    tries = suite.tries.get(entry.row, ())
+    if [dict(t) for t in tries] != [dict(t) for t in entry.tries]:
+        return f"its tries are not those of {suite.name}"
+    best = dict(tries[entry.choice.best])
+    if best != dict(entry.fields):
+        return f"its fields are {dict(entry.fields)}, and by its scores try {entry.choice.best + 1} is the best: {best}"
+    shipped = suite.chosen.get(entry.row)
+    return "its scores are not those that ship with the suite" if shipped not in (None, entry.choice) else ""
+
+
+def _other_draws(entry: Entered, suite: Suite) -> str:
+    data: dict[str, Dataset] = {}
+    for place in _places(entry, suite):
+        settings, events = _settings(entry, place), read_journal(entry.folder / place / "journal.jsonl")
+        name = settings.data.name
+        data |= {} if name in data else {name: read_data(settings)}
+        if why := other_draws(settings, events, data[name]):
+            return f"{place}: {why}"
+    return ""
+
+
+def _settings(entry: Entered, place: str) -> Settings:
+    """A run's settings; a method of its own file is FedAvg here, which draws the same and executes nothing of it."""
+    tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
+    if entry.file:
+        tree = {**tree, "method": {"name": "fedavg"}, "plan": {}}
+    return settle(from_tree(tree, {}, None))

@@ -1,0 +1,156 @@
+"""Runs of an entry, done again here, and how near they come: the same bits, or within what rounding does."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.ranking.checking import suite_of
+from fedstill.experiment.ranking.entries import ENTRY, Entered, run_place
+from fedstill.experiment.ranking.scoring import score_of
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
+from fedstill.experiment.run_directory.journal import Event, read_journal, without_times
+from fedstill.files import digest
+from fedstill.keys import numpy_generator, seed_for
+
+Level = Literal["bits", "tolerance", "disagrees"]
+
+EARLY = 3
+"""In so many rounds rounding has not grown yet: they are compared one by one."""
+
+IMAGES, POINTS = 2, 0.005
+"""By how many test images, or which share of them, whichever is more, the accuracy of an early round may differ."""
+
+LOSS = 1e-3
+"""By how much a loss of an early round may differ."""
+
+T_OF_EIGHT = 2.306004135033371
+"""Student's t of 8 degrees of freedom for 95 of 100 cases: two means of five seeds each."""
+
+NOT_SAME = ("versions", "fedstill", "torch", "numpy", "python", "sources", "split")
+"""What of the event ``start`` is not compared: the file's format may change, its draws are checked elsewhere."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One run done again: where it stands in the entry, the level that it reached, and what is beyond it."""
+
+    place: str
+    level: Level
+    beyond: str = ""
+
+
+def drawn_places(entry: Entered, suite: Suite, count: int) -> list[tuple[str, int]]:
+    """Which runs are done again: (column, seed), drawn by the entry's own bytes, so that nobody can choose them."""
+    every = [(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
+    key = int(digest((entry.folder / ENTRY).read_bytes())[:12], 16)
+    draw = numpy_generator(seed_for(key, 0, 0, 0, "replay"))
+    return [every[i] for i in sorted(draw.permutation(len(every))[: min(count, len(every))])]
+
+
+def replayed(
+    entry: Entered,
+    places: Sequence[tuple[str, int]],
+    do: Callable[[Sequence[Variant]], object],
+    rounds: int = 0,
+) -> Iterator[Replayed]:
+    """Do some runs again in a folder that is then deleted, and compare each with the entry's.
+
+    A method's own file is executed here. ``rounds``: only so many of each, from the first; 0: all. Where all seeds of
+    a column are done to the end, their means are compared too.
+    """
+    suite = suite_of(entry)
+    size = {"rounds": rounds} if rounds and suite.recipe.common["rounds"] > rounds else {}
+    with tempfile.TemporaryDirectory(prefix="fedstill-replay-") as folder:
+        changes = {**dict(entry.fields), **_short(size, suite, entry.row)}
+        runs = [suite.recipe.variants([(entry.row, c)], (s,), changes, Path(folder))[0] for c, s in places]
+        do(runs)
+        for (column, seed), run in zip(places, runs, strict=True):
+            yield compared(run_place(column, seed), entry.run(column, seed), run.folder)
+        for column in dict.fromkeys(c for c, _ in places):
+            own = [run for (c, _), run in zip(places, runs, strict=True) if c == column]
+            if not size and len(own) == len(TEST_SEEDS):
+                yield _means(column, entry, own)
+
+
+def _short(size: Mapping[str, Any], suite: Suite, row: str) -> dict[str, Any]:
+    """Fewer rounds, unless the row has a number of its own, or tasks share them."""
+    tasks = any("stream" in suite.recipe.columns[column] for column in suite.columns(row))
+    return {} if "rounds" in suite.recipe.rows[row] or tasks else dict(size)
+
+
+def compared(place: str, theirs: Path, ours: Path) -> Replayed:
+    """One run beside another: as many rounds as both have."""
+    here, there = (_rounds(folder) for folder in (ours, theirs))
+    both = sorted(here.keys() & there.keys())
+    if not both:
+        return Replayed(place, "disagrees", "it has no round here")
+    if all(here[r] == there[r] for r in both) and _start(ours) == _start(theirs):
+        return Replayed(place, "bits")
+    if why := next((w for r in both[:EARLY] if (w := _apart(r, there[r], here[r], _images(theirs)))), ""):
+        return Replayed(place, "disagrees", why)
+    return Replayed(place, "tolerance")
+
+
+def _apart(number: int, theirs: Sequence[Event], ours: Sequence[Event], images: int) -> str:
+    """What of one round is further apart than rounding makes it."""
+    if len(theirs) != len(ours):
+        return f"round {number} has {len(theirs)} events there, and {len(ours)} here"
+    for one, other in zip(theirs, ours, strict=True):
+        who = f"client {one['client']} in round {number}" if "client" in one else f"round {number}"
+        for key in ("client", "stage", "examples", "steps"):
+            if one.get(key) != other.get(key):
+                return f"{who} has {key} {one.get(key)} there, and {other.get(key)} here"
+        for term, value in one.get("loss", {}).items():
+            if not math.isclose(value, other.get("loss", {}).get(term, math.nan), rel_tol=LOSS, abs_tol=LOSS):
+                return f"the loss {term} of {who} is {value:.6g} there, and {other.get('loss', {}).get(term)} here"
+        most = max(IMAGES / max(images, 1), POINTS)
+        if one["event"] == "round" and abs((one["accuracy"] or 0) - (other["accuracy"] or 0)) > most + 1e-12:
+            return f"the accuracy of {who} is {one['accuracy']:.4f} there, and {other['accuracy']:.4f} here"
+    return ""
+
+
+def _means(column: str, entry: Entered, runs: Sequence[Variant]) -> Replayed:
+    """All seeds of a column: the means within what two times five seeds differ by."""
+    asked = runs[0].settings.rounds
+    ours = [score_of(run.folder, asked).accuracy for run in runs]
+    theirs = [score_of(entry.run(column, seed), asked).accuracy for seed in TEST_SEEDS]
+    limit = T_OF_EIGHT * math.sqrt((statistics.variance(ours) + statistics.variance(theirs)) / len(ours))
+    apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
+    said = f"the means of five seeds differ by {100 * apart:.1f} points, and {100 * limit:.1f} are within chance"
+    if ours == theirs:
+        return Replayed(column, "bits")
+    return Replayed(column, "tolerance" if apart <= limit else "disagrees", "" if apart <= limit else said)
+
+
+def reached(runs: Sequence[Replayed]) -> Level:
+    """The level of an entry: that of its worst run."""
+    levels = {one.level for one in runs}
+    return "disagrees" if "disagrees" in levels else "tolerance" if "tolerance" in levels else "bits"
+
+
+def _rounds(folder: Path) -> dict[int, list[Event]]:
+    """A journal's events by round, those of clients and rounds, without times."""
+    events: dict[int, list[Event]] = {}
+    done: set[int] = set()
+    for event in read_journal(folder / "journal.jsonl"):
+        if event["event"] in ("client", "round") and event["round"] > 0:
+            events.setdefault(event["round"], []).append(without_times(event))
+            done |= {event["round"]} if event["event"] == "round" else set()
+    return {number: own for number, own in events.items() if number in done}
+
+
+def _start(folder: Path) -> Event:
+    start = read_journal(folder / "journal.jsonl", 1)[0]
+    return {k: v for k, v in without_times(start).items() if k not in NOT_SAME}
+
+
+def _images(folder: Path) -> int:
+    counts = read_journal(folder / "journal.jsonl", 1)[0].get("test_counts", [])
+    return int(sum(counts))

@@ -1,0 +1,143 @@
+"""The numbers that the ranking takes from a run's journal: how much was learned, how much of it was kept, what it cost.
+
+For each class (or task, or client that asked) there are a best row and a last row of a matrix: accuracy = learned x
+kept, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.run_directory.journal import Event, read_journal
+from fedstill.metrics import tasks as over
+from fedstill.metrics.values import Values
+
+SUCCESSIVE = 5
+"""Rows are means of so many successive rounds: single rounds swing by twenty points where data are uneven."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """One run's numbers. Accuracies are shares; ``accuracy`` = ``learned`` x ``kept``.
+
+    ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over tasks, NaN without.
+    ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run diverged.
+    """
+
+    accuracy: float
+    learned: float
+    kept: float
+    forgetting: float
+    average_forgetting: float
+    backward_transfer: float
+    bytes_up: int
+    bytes_down: int
+    seconds_cpu: float
+    rounds: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes up and down."""
+        return self.bytes_up + self.bytes_down
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """Name and number of each."""
+        return asdict(self)
+
+    @staticmethod
+    def of(told: Mapping[str, str]) -> Score:
+        """A score from the text of its numbers, by name; an empty text is NaN. Raises KeyError, ValueError."""
+        whole = ("bytes_up", "bytes_down", "rounds")
+        numbers: dict[str, Any] = {k: int(told[k]) if k in whole else float(told[k] or "nan") for k in NUMBERS}
+        return Score(**numbers)
+
+
+NUMBERS = tuple(f.name for f in fields(Score))
+"""What a line of the table of all runs has, in order."""
+
+
+def score_of(folder: Path, asked: int) -> Score:
+    """The score of a run's directory; ``asked``: how many rounds it was to have.
+
+    Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal that cannot be read.
+    """
+    events = read_journal(folder / "journal.jsonl")
+    try:
+        return _score(events, asked)
+    except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
+        raise CorruptFile(f"{folder / 'journal.jsonl'} cannot be scored: {type(error).__name__}: {error}") from error
+
+
+def _score(events: Sequence[Event], asked: int) -> Score:
+    rounds = [e for e in events if e["event"] == "round"]
+    rows, ends = matrix_of(events, asked), task_rows(events)
+    alike = np.zeros(rows.shape[1])
+    learned = over.learned(rows, alike)
+    own = len(ends) > 1
+    return Score(
+        accuracy=over.final_accuracy(rows, alike),
+        learned=learned,
+        kept=over.kept_share(rows, alike) if learned > 0 else 0.0,
+        forgetting=_number(rounds[-1].get("forgetting")) if rounds else 0.0,
+        average_forgetting=over.average_forgetting(ends) if own else math.nan,
+        backward_transfer=over.backward_transfer(ends) if own else math.nan,
+        bytes_up=sum(e["bytes_up"] for e in rounds),
+        bytes_down=sum(e["bytes_down"] for e in rounds),
+        seconds_cpu=sum(e.get("seconds_cpu", 0.0) for e in rounds),
+        rounds=len(rounds),
+    )
+
+
+def matrix_of(events: Sequence[Event], asked: int) -> Values:
+    """The accuracies that a score is taken from, oldest row first, (rows, columns).
+
+    Rows are task ends where there are tasks; before and after where clients asked; else means of successive rounds.
+    Columns are classes, or tasks that are domains, or clients that asked.
+    """
+    rounds = [e for e in events if e["event"] == "round"]
+    if rounds and rounds[-1].get("answers"):
+        answers = rounds[-1]["answers"]
+        return np.array([[_number(a[key]) for a in answers] for key in ("average_accuracy_before", "average_accuracy")])
+    ends = [e for e in events if e["event"] == "task" and e["task"]]
+    if "stream" in events[0]:
+        tasks = len(events[0]["stream"]["classes"])
+        rows = [_end(e) for e in ends] or [_end(next(e for e in events if e["event"] == "task"))]
+        return np.array(rows + rows[-1:] * (tasks - len(rows)))
+    initial = next(e for e in events if e["event"] == "initial")
+    by_round = [_by_class(e) for e in rounds] or [_by_class(initial)]
+    by_round += by_round[-1:] * (asked - len(by_round))
+    first = len(by_round) % SUCCESSIVE if len(by_round) > SUCCESSIVE else 0
+    starts = range(first, len(by_round), SUCCESSIVE)
+    return np.array([np.mean(by_round[start : start + SUCCESSIVE], axis=0) for start in starts])
+
+
+def task_rows(events: Sequence[Event]) -> list[list[float]]:
+    """The accuracy on each task at each task's end, (T, T); empty without tasks."""
+    return [[_number(v) for v in e["row"]] for e in events if e["event"] == "task" and e["task"]]
+
+
+def _end(event: Mapping[str, Any]) -> list[float]:
+    """The columns at a task's end: classes where there is one test set, else tasks."""
+    if len(event["totals"]) > 1:
+        return [_number(v) for v in event["row"]]
+    return [c / n if n else math.nan for c, n in zip(event["correct"][0], event["totals"][0], strict=True)]
+
+
+def _by_class(event: Mapping[str, Any]) -> list[float]:
+    """The accuracy of each class: the server's model's, or the mean over clients' own."""
+    known = event.get("class_accuracy") or ()
+    if not any(v is not None for v in known):
+        known = event["personal_class_accuracy"]
+    return [_number(v) for v in known]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,173 @@
+"""Suites of the ranking: recipes without published numbers, which say what may be tried and which rows are bounds."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.comparing.recipes import RANKING, Recipe, recipe_of, recipe_text
+from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.ranking.choices import Choice, chosen_from
+
+TIERS = ("digits", "small")
+"""By cost: seconds a run, minutes a run."""
+
+TRACKS = {
+    "space": "clients differ",
+    "time": "the data change",
+    "both": "clients differ and the data change",
+    "chain": "one client after another",
+    "public": "logits travel, on public images",
+    "peers": "one exchange between clients",
+}
+"""The six questions."""
+
+TEST_SEEDS = (0, 1, 2, 3, 4)
+CHOOSING_SEEDS = (100, 101, 102)
+"""Fields are chosen on other seeds than those that are reported."""
+
+MOST_TRIES = 5
+"""How many configurations of each method may be tried, a newcomer's too."""
+
+KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
+
+FREE = ("plan.lr", "stream.head")
+"""What a try may set beside its method's own fields."""
+
+Try = Mapping[str, Any]
+"""Values by dotted key over a row's."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One track of one tier: its settings, which never change within a version.
+
+    ``tries``: by row, what may be tried; rows without any are references. ``floor``: the row at share 0 of the gap;
+    ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that differences are to.
+    ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
+    ``chosen``: by row, what was.
+    """
+
+    tier: str
+    track: str
+    version: int
+    recipe: Recipe
+    tries: Mapping[str, Sequence[Try]]
+    against: str
+    floor: str
+    ceilings: tuple[str, ...]
+    column: str
+    rounds: int
+    chosen: Mapping[str, Choice] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """``TIER-TRACK``."""
+        return f"{self.tier}-{self.track}"
+
+    @property
+    def competing(self) -> list[str]:
+        """The rows that are ranked."""
+        return [row for row in self.recipe.rows if row in self.tries]
+
+    def columns(self, row: str) -> list[str]:
+        """The columns of a row."""
+        return [c for r, c in self.recipe.cells() if r == row]
+
+    def row_named(self, name: str) -> str:
+        """A row by its name in any case, or by its method's; raises UnknownName."""
+        like = {row.lower(): row for row in self.recipe.rows}
+        like |= {self.method(row)["name"]: row for row in reversed(self.competing)}
+        if name.lower() not in like:
+            raise UnknownName("row", name, self.recipe.rows, where=self.name)
+        return like[name.lower()]
+
+    def method(self, row: str) -> dict[str, Any]:
+        """A row's method and the fields that it sets."""
+        named = self.recipe.rows[row].get("method", {})
+        return {"name": named} if isinstance(named, str) else dict(named)
+
+    def settings_chosen(self, row: str) -> Try:
+        """What was chosen for a row over the suite's settings; raises ConfigError where nothing was yet."""
+        if row not in self.tries:
+            return {}
+        if row not in self.chosen:
+            raise ConfigError(f"{self.name}: nothing is chosen for {row} yet: fedstill rank choose {self.tier}")
+        return self.tries[row][self.chosen[row].best]
+
+    def runs(self, row: str, out: Path, seeds: Sequence[int] = TEST_SEEDS) -> list[Variant]:
+        """The runs that are reported of a row: all its columns, all seeds."""
+        cells = [(row, column) for column in self.columns(row)]
+        return self.recipe.variants(cells, seeds, self.settings_chosen(row), out)
+
+    def trials(self, row: str, out: Path) -> list[list[Variant]]:
+        """For each try of a row, the runs on the seeds of choosing: tested on training images that clients lack."""
+        size = {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
+        fixed = {**size, "data.test_from": "held_out"}
+        return [
+            self.recipe.variants([(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}")
+            for number, one in enumerate(self.tries[row])
+        ]
+
+    def with_row(self, name: str, method: str, tries: Sequence[Try]) -> Suite:
+        """The suite with one row more, of a newcomer's method; raises ConfigError for a name that is taken."""
+        if name in self.recipe.rows:
+            raise ConfigError(f"{self.name} has a row {name!r} already; choose another name with --name")
+        rows = {**self.recipe.rows, name: {"method": method}}
+        dotted = [_dotted(self.name, name, one) for one in tries]
+        return replace(self, recipe=replace(self.recipe, rows=rows), tries={**self.tries, name: _few(name, dotted)})
+
+
+def suite_names(tier: str = "", track: str = "") -> list[str]:
+    """The suites there are, ``TIER-TRACK``, of a tier and a track where they are named; raises UnknownName."""
+    for what, said, known in (("tier", tier, TIERS), ("track", track, tuple(TRACKS))):
+        if said and said not in known:
+            raise UnknownName(what, said, known)
+    every = [f"{one}-{other}" for one in TIERS for other in TRACKS if tier in ("", one) and track in ("", other)]
+    there = {f.name for f in (resources.files("fedstill.recipes") / RANKING).iterdir()}
+    return [name for name in every if f"{name}.toml" in there]
+
+
+def load_suite(name: str) -> Suite:
+    """A suite by its name, with what was chosen for its rows; raises UnknownName, ConfigError."""
+    if name not in suite_names():
+        raise UnknownName("suite", name, suite_names())
+    tree = tomllib.loads(recipe_text(f"{RANKING}/{name}"))
+    if set(tree) != KEYS:
+        raise ConfigError(f"suite {name}: it has {sorted(tree)}, and must have {sorted(KEYS)}")
+    recipe = recipe_of(
+        f"{RANKING}/{name}", {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")}
+    )
+    tries = {row: _few(row, [_dotted(name, row, one) for one in each]) for row, each in tree["tries"].items()}
+    tier, _, track = name.partition("-")
+    bounds, choosing = tree["bounds"], tree["choosing"]
+    there = load_suite(choosing["of"]) if "of" in choosing else None
+    column, rounds = (there.column, there.rounds) if there else (choosing["column"], choosing["rounds"])
+    named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"]]
+    if strange := sorted(set(named) - set(recipe.rows)):
+        raise ConfigError(f"suite {name}: it says something of a row {strange[0]!r}, which it does not have")
+    chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
+    ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
+    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, chosen)
+
+
+def _dotted(suite: str, row: str, one: Try) -> Try:
+    """A try with dotted keys: a bare one is a field of the method. Raises ConfigError for a key that is not free."""
+    keys = {key: key if "." in key else f"method.{key}" for key in one}
+    strange = [key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE]
+    if strange or "method.name" in keys.values():
+        raise ConfigError(
+            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not {(strange or ['name'])[0]!r}"
+        )
+    return {keys[key]: value for key, value in one.items()}
+
+
+def _few(row: str, tries: Sequence[Try]) -> Sequence[Try]:
+    if not 1 <= len(tries) <= MOST_TRIES:
+        raise ConfigError(f"{row} has {len(tries)} tries; every method has 1 to {MOST_TRIES}")
+    return tries

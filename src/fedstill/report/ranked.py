@@ -1,0 +1,120 @@
+"""Standings from entries and from what ships, as people see them in a terminal and as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fedstill.errors import ConfigError, CorruptFile
+from fedstill.experiment.comparing.recipes import RANKING
+from fedstill.experiment.ranking.checking import checked_entry, suite_of
+from fedstill.experiment.ranking.entries import entries_below, read_entry
+from fedstill.experiment.ranking.suites import Suite, load_suite, suite_names
+from fedstill.files import make_folder, write_whole
+from fedstill.report.ranking_files import (
+    about,
+    cell_lines,
+    joined,
+    rows_from,
+    standing_head,
+    standing_lines,
+)
+from fedstill.report.standings import NOT_REPLAYED, RankedRow, Standings, row_of, standings
+from fedstill.report.terminal import table_in_parts
+
+REPLAYED = "replayed.csv"
+"""The file beside entries that says how near a replay of each came: suite, method, level, and where it was done."""
+
+SHIPPED = "shipped.csv"
+"""The file in the package with the runs of the entries that ship: table.csv of them."""
+
+
+def shipped_rows() -> dict[str, list[RankedRow]]:
+    """The rows that ship, by suite; of suites of another version none."""
+    file = resources.files("fedstill.recipes") / RANKING / SHIPPED
+    return rows_from(file.read_text()) if file.is_file() else {}
+
+
+def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dict[str, Suite], list[str]]:
+    """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what was left out and why.
+
+    An entry is taken if what can be checked without a run is as it should be, but for what is drawn here.
+    """
+    rows: dict[str, list[RankedRow]] = {}
+    suites: dict[str, Suite] = {}
+    left_out = []
+    for folder in folders:
+        levels = levels_in(folder)
+        places = entries_below(folder)
+        if not places:
+            raise ConfigError(f"{folder} holds no entry; name a folder of entries, such as runs/rank/entries")
+        for place in places:
+            try:
+                entry = read_entry(place)
+                wrong = [f"{line.what}: {line.wrong}" for line in checked_entry(entry, draws=False) if not line.good]
+                if wrong:
+                    raise CorruptFile(wrong[0])
+                suite = suite_of(entry)
+                row = row_of(entry, suite, levels.get((entry.suite, entry.row), NOT_REPLAYED))
+            except CorruptFile as error:
+                left_out.append(f"{place.name}: {error}")
+                continue
+            same = suites.get(suite.name, suite)
+            new = entry.row not in same.recipe.rows
+            suites[suite.name] = same.with_row(entry.row, entry.method, entry.tries) if new else same
+            rows.setdefault(suite.name, []).append(row)
+    return rows, suites, left_out
+
+
+def every_standing(rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]) -> list[Standings]:
+    """The standings of all suites that have rows, in order; of two rows of one name the last counts."""
+    out = []
+    for name in suite_names():
+        if own := {row.name: row for row in rows.get(name, ())}:
+            suite = suites.get(name) or load_suite(name)
+            order = {row: i for i, row in enumerate(suite.recipe.rows)}
+            out.append(standings(suite, sorted(own.values(), key=lambda r: order.get(r.name, len(order)))))
+    return out
+
+
+def shown_standings(one: Standings, width: int) -> Iterator[RenderableType]:
+    """A suite's tables in a terminal of some width."""
+    yield Text(f"\n{one.suite.recipe.paper}", style="bold")
+    yield Text(about(one))
+    bare = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
+    head = standing_head(one)
+    yield from table_in_parts([head[1], head[0], *head[2:]], bare, width)
+    head, lines = cell_lines(one)
+    yield from table_in_parts(head, lines, width)
+    if groups := joined(one):
+        yield Text("cannot be told apart by rank: " + "; ".join(groups))
+    if one.missing:
+        yield Text(f"no entry yet: {', '.join(one.missing)}")
+
+
+def levels_in(folder: Path) -> dict[tuple[str, str], str]:
+    """How near a replay of each entry came, as a folder's file says; nothing without one."""
+    path = folder / REPLAYED
+    if not path.is_file():
+        return {}
+    return {(r["suite"], r["method"]): r["level"] for r in csv.DictReader(io.StringIO(path.read_text()))}
+
+
+def note_level(folder: Path, suite: str, row: str, level: str, where: str) -> None:
+    """Write down how near a replay came, over what was there of the same entry."""
+    path, lines = folder / REPLAYED, list[list[str]]()
+    if path.is_file():
+        each = csv.DictReader(io.StringIO(path.read_text()))
+        others = [r for r in each if (r["suite"], r["method"]) != (suite, row)]
+        lines = [[r["suite"], r["method"], r["level"], r["where"]] for r in others]
+    out = io.StringIO()
+    head = ["suite", "method", "level", "where"]
+    csv.writer(out, lineterminator="\n").writerows([head, *sorted([*lines, [suite, row, level, where]])])
+    make_folder(folder)
+    write_whole(path, out.getvalue().encode())

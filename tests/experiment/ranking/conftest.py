@@ -1,0 +1,37 @@
+"""The entries of a tiny suite, made once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_ranking
+from fedstill.experiment.ranking.competing import compete
+from fedstill.experiment.ranking.entries import Entered, read_entry
+from fedstill.experiment.ranking.suites import Suite
+
+
+@pytest.fixture
+def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
+    """The tiny suite, in the place of digits-space."""
+    return tiny_ranking.install(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the entries of all its rows."""
+    out = tmp_path_factory.mktemp("ranking")
+    with pytest.MonkeyPatch.context() as patch:
+        tiny = tiny_ranking.install(patch)
+        compete(tiny, list(tiny.recipe.rows), out, tiny_ranking.do)
+    yield out / "entries" / tiny.name
+    shutil.rmtree(out)
+
+
+@pytest.fixture
+def entry(suite: Suite, made: Path, tmp_path: Path) -> Entered:
+    """A copy of FedAvg's entry, to be changed."""
+    return read_entry(Path(shutil.copytree(made / "fedavg", tmp_path / "fedavg")))

@@ -1,0 +1,223 @@
+"""What the ranking takes from a journal, by hand; choosing, entering and resuming on a tiny suite."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tiny_ranking
+from fedstill.errors import ConfigError, CorruptFile, Diverged, FedstillError, RunsFailed
+from fedstill.experiment.comparing.compare import Outcome, carry_out_runs
+from fedstill.experiment.comparing.variants import Variant, variants
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.ranking.carried_out import ended
+from fedstill.experiment.ranking.checking import checked_entry
+from fedstill.experiment.ranking.choosing import choice_of
+from fedstill.experiment.ranking.competing import choose_fields, compete, newcomer, rehearse, suite_at
+from fedstill.experiment.ranking.entries import Entered, read_entry
+from fedstill.experiment.ranking.scoring import matrix_of, score_of
+from fedstill.experiment.ranking.suites import Suite
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+
+
+def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    return folder
+
+
+def rounds(accuracies: Sequence[Sequence[float]], **more: Any) -> list[dict[str, Any]]:
+    """A journal of so many rounds with these class accuracies."""
+    start: list[dict[str, Any]] = [{"event": "start"}, {"event": "initial", "class_accuracy": [0.0, 0.0]}]
+    shared = {"event": "round", "forgetting": 0.25, "bytes_up": 10, "bytes_down": 20, "seconds_cpu": 0.5}
+    return start + [
+        {**shared, "round": i + 1, "accuracy": float(np.mean(a)), "class_accuracy": list(a), **more}
+        for i, a in enumerate(accuracies)
+    ]
+
+
+def test_learned_times_kept_is_the_accuracy(tmp_path: Path) -> None:
+    """Ten rounds, two rows: class 0 goes from .8 to .4, class 1 from .2 to .6; best .8 and .6, last .4 and .6."""
+    own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)] * 5)), 10)
+    assert own.learned == pytest.approx(0.7, abs=1e-12)
+    assert own.accuracy == pytest.approx(0.5, abs=1e-12)
+    assert own.kept == pytest.approx(0.5 / 0.7, abs=1e-12)
+    assert own.learned * own.kept == pytest.approx(own.accuracy, abs=1e-12)
+    assert (own.bytes_up, own.bytes_down, own.sent, own.seconds_cpu, own.rounds) == (100, 200, 300, 5.0, 10)
+    assert math.isnan(own.average_forgetting)
+
+
+def test_rows_are_means_of_five_successive_rounds_the_last_of_the_last_five(tmp_path: Path) -> None:
+    steps = [(i / 10, 0.0) for i in range(7)]
+    rows = matrix_of(rounds(steps), 7)
+    assert rows[:, 0] == pytest.approx([np.mean([0.2, 0.3, 0.4, 0.5, 0.6])], abs=1e-12)
+    rows = matrix_of(rounds([(i / 20, 0.0) for i in range(12)]), 12)
+    assert rows[:, 0] == pytest.approx([np.mean(np.arange(2, 7)) / 20, np.mean(np.arange(7, 12)) / 20], abs=1e-12)
+    assert len(matrix_of(rounds(steps[:3]), 3)) == 1
+
+
+def test_a_run_that_diverged_counts_as_its_last_good_round(tmp_path: Path) -> None:
+    own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)])), 15)
+    assert (own.accuracy, own.rounds) == (pytest.approx(0.5), 6)
+    nothing = score_of(journal(tmp_path, rounds([])), 5)
+    assert (nothing.accuracy, nothing.kept, nothing.rounds) == (0.0, 0.0, 0)
+
+
+def test_tasks_are_scored_by_class_at_their_ends(tmp_path: Path) -> None:
+    """Two tasks of one class: class 0 has 8 of 10 right, then 2; class 1 none, then 6."""
+    stream = {"stream": {"classes": [[0], [1]]}}
+    ends = [
+        {"event": "task", "task": 0, "round": 0, "correct": [[0, 0]], "totals": [[10, 10]], "row": [0, 0]},
+        {"event": "task", "task": 1, "round": 1, "correct": [[8, 0]], "totals": [[10, 10]], "row": [0.8, 0]},
+        {"event": "task", "task": 2, "round": 2, "correct": [[2, 6]], "totals": [[10, 10]], "row": [0.2, 0.6]},
+    ]
+    events = rounds([(0.8, 0.0), (0.2, 0.6)])
+    own = score_of(journal(tmp_path, [{**events[0], **stream}, *events[1:], *ends]), 2)
+    assert (own.learned, own.accuracy) == (pytest.approx(0.7), pytest.approx(0.4))
+    assert (own.average_forgetting, own.backward_transfer) == (pytest.approx(0.6), pytest.approx(-0.6))
+
+
+def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
+    answers = [
+        {"client": 0, "average_accuracy_before": 0.5, "average_accuracy": 0.7},
+        {"client": 1, "average_accuracy_before": 0.6, "average_accuracy": 0.4},
+    ]
+    own = score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1)
+    assert (own.learned, own.accuracy) == (pytest.approx(0.65), pytest.approx(0.55))
+    answers = [{"client": 0, "average_accuracy_before": None, "average_accuracy": 0.7}]
+    assert score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1).kept == 1
+
+
+def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFile, match=r"journal.jsonl cannot be scored"):
+        score_of(journal(tmp_path, [{"event": "start"}, {"event": "round", "round": 1}]), 1)
+
+
+def test_the_suites_fedavg_is_that_of_compare_to_the_bit(suite: Suite, made: Path, tmp_path: Path) -> None:
+    recipe = suite.recipe
+    tree = {**recipe.common, **recipe.columns["uneven"], "method": "fedavg"}
+    tree["plan"] = {**tree["plan"], "lr": 0.1}
+    (ours,) = variants(from_tree(tree, {}, None), tmp_path, seeds=(2,))
+    tiny_ranking.do([ours])
+    here = [without_times(e) for e in read_journal(ours.folder / "journal.jsonl")]
+    entered = [without_times(e) for e in read_journal(made / "fedavg" / "uneven" / "seed2" / "journal.jsonl")]
+    assert here == entered
+
+
+def test_fields_are_chosen_and_the_same_call_does_nothing_anew(suite: Suite, tmp_path: Path) -> None:
+    done: list[Path] = []
+
+    def counting(runs: Sequence[Variant]) -> list[Outcome]:
+        done.extend(run.folder for run in runs if not (run.folder / "summary.json").is_file())
+        return tiny_ranking.do(runs)
+
+    bare = replace(suite, chosen={})
+    with pytest.raises(ConfigError, match="nothing is chosen for FedAvg yet"):
+        bare.settings_chosen("FedAvg")
+    chosen = choose_fields(bare, ["FedAvg"], tmp_path, counting)
+    assert len(done) == 2 * 3
+    choice = chosen.chosen["FedAvg"]
+    trials = bare.trials("FedAvg", tmp_path / suite.name / "choosing")
+    scores = [[score_of(run.folder, 1).accuracy for run in runs] for runs in trials]
+    assert [list(own) for own in choice.scores] == scores
+    assert choose_fields(bare, ["FedAvg"], tmp_path, counting).chosen == chosen.chosen
+    assert len(done) == 2 * 3, "all runs were there"
+    assert suite_at(bare, tmp_path).chosen["FedAvg"] == choice, "it was kept"
+
+
+def outcomes(runs: Sequence[Variant], state: str, error: Exception | None = None) -> list[Outcome]:
+    kind = type(error)
+    trace = f"Traceback\n{kind.__module__}.{kind.__name__}: {error}" if error else ""
+    return [Outcome(run, 2, state=state, problem=str(error or ""), trace=trace) for run in runs]
+
+
+def test_only_runs_that_diverged_count_without_an_end(suite: Suite, tmp_path: Path) -> None:
+    runs = suite.trials("FedAvg", tmp_path)[0]
+    tiny_ranking.do(runs)
+    diverged = Diverged("round 1: not finite")
+    own = ended(runs, lambda r: outcomes(r, "failed", diverged))
+    assert {one.diverged for one in own} == {"round 1: not finite"}
+    assert choice_of(own, 1).scores == ((0.0, 0.0, 0.0),)
+    with pytest.raises(RunsFailed, match=r"3 of 3 failed; .*boom"):
+        ended(runs, lambda r: outcomes(r, "failed", FedstillError("boom")))
+    with pytest.raises(Interrupted, match="goes on with 3 of 3"):
+        ended(runs, lambda r: outcomes(r, "stopped"))
+
+
+def test_a_run_that_really_diverges_is_told_by_its_error(suite: Suite, tmp_path: Path) -> None:
+    """The comparison's own processes carry it out, and hand back what was raised."""
+    huge = suite.recipe.variants([("FedAvg", "uneven")], (0,), {"plan.lr": 1e8}, tmp_path)
+    (one,) = ended(huge, lambda runs: carry_out_runs(runs, 1, lambda _: None))
+    assert "not finite" in one.diverged or "norm" in one.diverged
+    assert one.score.rounds < 2
+
+
+NEWCOMER = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedstill.fields import NonNegative
+from fedstill.methods.fedprox import FedProx
+from fedstill.registry import method
+
+
+@method("mine")
+@dataclass(frozen=True)
+class Mine(FedProx):
+    \"\"\"FedProx by another name.\"\"\"
+
+    mu: NonNegative = 0.2
+    tries: ClassVar = ({"mu": 0.2}, {"mu": 2.0})
+"""
+
+
+def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_executed(
+    suite: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(NEWCOMER)
+    with_it, row = newcomer(suite, file)
+    assert (row, with_it.tries[row]) == ("Mine", [{"method.mu": 0.2}, {"method.mu": 2.0}])
+    rehearse(with_it, row, tiny_ranking.do)
+    chosen = choose_fields(with_it, [row], tmp_path / "out", tiny_ranking.do)
+    (entry,) = compete(chosen, [row], tmp_path / "out", tiny_ranking.do, file)
+    assert isinstance(entry, Entered)
+    (entry.folder / "mine.py").write_text("raise SystemExit('executed')\n" + NEWCOMER)
+    wrong = [line.wrong for line in checked_entry(read_entry(entry.folder)) if not line.good]
+    assert wrong == ["mine.py is not the file that was entered: its SHA-256 is another"]
+    (entry.folder / "mine.py").write_text(NEWCOMER)
+    assert all(line.good for line in checked_entry(read_entry(entry.folder)))
+
+
+def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(suite: Suite, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(NEWCOMER.replace("    tries:", "    other:"))
+    with_it, row = newcomer(suite, file, "Mine again")
+    assert (row, with_it.tries[row]) == ("Mine again", [{}, {"plan.lr": 0.1}])
+    file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
+    with pytest.raises(ConfigError, match="tries must be a tuple of tables"):
+        newcomer(suite, file)
+    with pytest.raises(ConfigError, match="there is no file"):
+        newcomer(suite, tmp_path / "none.py")
+
+
+def test_a_method_that_does_not_repeat_itself_is_refused(suite: Suite, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    random = """
+    def work(self, stage):
+        import os
+
+        return type(super().work(stage))(int.from_bytes(os.urandom(2)) / 1e6)
+"""
+    file.write_text(NEWCOMER + random)
+    with_it, row = newcomer(suite, file)
+    with pytest.raises(FedstillError, match="does not give the same run twice"):
+        rehearse(with_it, row, tiny_ranking.do)

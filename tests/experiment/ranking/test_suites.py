@@ -1,0 +1,130 @@
+"""The suites that ship: they are whole, every run of them can be settled, and their draws are frozen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedstill.errors import ConfigError, UnknownName
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.ranking import suites
+from fedstill.experiment.ranking.choices import TIE, Choice
+from fedstill.experiment.ranking.suites import MOST_TRIES, load_suite, suite_names
+from fedstill.experiment.run_directory.split_file import split_told
+from fedstill.experiment.running.measuring import Measuring
+
+DRAWN = Path(__file__).parent / "drawn.json"
+"""What seeds 0 and 4 of the digits tier draw in each column: a change of it means a new version of the suite."""
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_row_of_a_suite_can_be_run_and_tried(name: str) -> None:
+    suite = load_suite(name)
+    assert suite.column in suite.recipe.columns
+    assert {suite.against, suite.floor} <= set(suite.competing)
+    assert set(suite.recipe.rows) == {*suite.competing, *suite.ceilings}
+    for row in suite.recipe.rows:
+        cells = [(row, column) for column in suite.columns(row)]
+        runs = suite.recipe.variants(cells, (0,), {}, Path("runs"))
+        assert all(run.settings.threads == (1, 1) and run.settings.precision == "fp32" for run in runs)
+        for one in suite.tries.get(row, ()):
+            suite.recipe.variants(cells, (0,), one, Path("runs"))
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_every_method_has_as_many_tries_and_the_first_is_the_suites_own(name: str) -> None:
+    suite = load_suite(name)
+    assert {len(own) for own in suite.tries.values()} == {MOST_TRIES}
+    for row, own in suite.tries.items():
+        assert own[0] == {}, row
+        assert len({json.dumps(one, sort_keys=True) for one in own}) == MOST_TRIES, row
+
+
+@pytest.mark.parametrize("name", suite_names())
+def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name: str) -> None:
+    suite = load_suite(name)
+    row = suite.competing[-1]
+    for number, (one, runs) in enumerate(zip(suite.tries[row], suite.trials(row, Path("runs")), strict=True)):
+        assert [run.seed for run in runs] == [100, 101, 102]
+        assert {run.settings.data.test_from for run in runs} == {"held_out"}
+        (plain,) = suite.recipe.variants([(row, suite.column)], (100,), one, Path("runs"))
+        assert plain.settings.named == runs[0].settings.named, number
+        assert plain.settings.plans == runs[0].settings.plans
+
+
+def test_both_takes_what_time_chose() -> None:
+    assert load_suite("digits-both").chosen == load_suite("digits-time").chosen
+    assert load_suite("digits-both").tries == load_suite("digits-time").tries
+
+
+def drawn_here() -> dict[str, object]:
+    """The split, the tasks and the clients of three rounds of each column of the digits tier, seeds 0 and 4."""
+    out: dict[str, object] = {}
+    for name in suite_names("digits"):
+        suite = load_suite(name)
+        for column in suite.recipe.columns:
+            for run in suite.recipe.variants([(suite.against, column)], (0, 4), {}, Path("runs")):
+                ready = prepare(run.settings)
+                measuring = Measuring(ready)
+                assert measuring.dealt_out is not None
+                rounds = range(1, min(3, run.settings.rounds) + 1)
+                stages = [[list(s.clients) for s in run.settings.topology(r, ready.world)] for r in rounds]
+                out[f"{name}, {column}, seed {run.seed}"] = {
+                    "split": split_told(measuring.dealt_out)["sha256"],
+                    "tasks": [list(own) for own in ready.world.stream.by_task],
+                    "clients": stages,
+                }
+    return out
+
+
+def test_the_draws_of_the_digits_tier_are_what_they_were() -> None:
+    assert json.loads(json.dumps(drawn_here())) == json.loads(DRAWN.read_text())
+
+
+def test_the_best_mean_is_chosen_and_of_those_alike_the_one_that_sends_less() -> None:
+    assert Choice(((0.5, 0.5), (0.6, 0.6), (0.4, 0.4)), (1, 9, 1)).best == 1
+    assert Choice(((0.6, 0.6), (0.6 - TIE / 2, 0.6 - TIE / 2)), (9, 1)).best == 1
+    assert Choice(((0.6, 0.6), (0.6 - 2 * TIE, 0.6 - 2 * TIE)), (9, 1)).best == 0
+    assert Choice(((0.6, 0.6), (0.6, 0.6)), (9, 9)).best == 0
+    assert Choice(((0.0, 0.0), (0.1, 0.0)), (1, 1)).best == 1, "a try that diverged scores 0"
+
+
+def test_names_that_are_none_are_refused() -> None:
+    with pytest.raises(UnknownName, match="digits-space"):
+        load_suite("digit-space")
+    with pytest.raises(UnknownName, match="space"):
+        suite_names("digits", "spce")
+    suite = load_suite("digits-space")
+    assert suite.row_named("fedntd") == suite.row_named("FEDNTD") == "FedNTD"
+    assert suite.row_named("fedavg_asd") == "ASD"
+    with pytest.raises(UnknownName, match="FedNTD"):
+        suite.row_named("fedntdd")
+
+
+@pytest.mark.parametrize(
+    ("tries", "said"),
+    [
+        ([{"plan.epochs": 9}], "not 'plan.epochs'"),
+        ([{"name": "fedavg"}], "not 'name'"),
+        ([{}] * 6, "6 tries; every method has 1 to 5"),
+        ([], "0 tries"),
+    ],
+)
+def test_a_newcomer_may_try_its_own_fields_and_the_two_free_keys_only(
+    tries: list[dict[str, object]], said: str
+) -> None:
+    suite = load_suite("digits-space")
+    with pytest.raises(ConfigError, match=said):
+        suite.with_row("mine", "fedavg", tries)
+    with pytest.raises(ConfigError, match="has a row 'FedAvg' already"):
+        suite.with_row("FedAvg", "fedavg", [{}])
+    assert suite.with_row("mine", "fedprox", [{"mu": 0.5}]).tries["mine"] == [{"method.mu": 0.5}]
+
+
+def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = suites.recipe_text("rank/digits-space").replace('against = "FedAvg"', 'against = "FedAvgg"')
+    monkeypatch.setattr(suites, "recipe_text", lambda name: text)
+    with pytest.raises(ConfigError, match="a row 'FedAvgg', which it does not have"):
+        load_suite("digits-space")
