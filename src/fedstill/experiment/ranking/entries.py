@@ -93,6 +93,14 @@ def run_place(column: str, seed: int) -> str:
     return f"{slug(column)}/seed{seed}"
 
 
+def rounds_of(folder: Path) -> int:
+    """How many rounds a run of an entry was to have, as its config says; raises CorruptFile."""
+    try:
+        return int(tomllib.loads((folder / "config.toml").read_text())["rounds"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptFile(f"{folder / 'config.toml'} cannot be read: {error}") from error
+
+
 def slug(name: str) -> str:
     """A name as a folder's.
 

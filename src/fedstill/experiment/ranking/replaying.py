@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,9 +66,9 @@ def replayed(
     A method's own file is executed here. ``rounds``: only so many of each, from the first; 0: all. Where all seeds of
     a column are done to the end, their means are compared too.
     """
-    suite = suite_of(entry)
-    size = {"rounds": rounds} if rounds and suite.recipe.common["rounds"] > rounds else {}
     with tempfile.TemporaryDirectory(prefix="fedstill-replay-") as folder:
+        suite = suite_of(entry, _copied(entry, Path(folder)))
+        size = {"rounds": rounds} if rounds and suite.recipe.common["rounds"] > rounds else {}
         changes = {**dict(entry.fields), **_short(size, suite, entry.row)}
         runs = [suite.recipe.variants([(entry.row, c)], (s,), changes, Path(folder))[0] for c, s in places]
         do(runs)
@@ -77,6 +78,13 @@ def replayed(
             own = [run for (c, _), run in zip(places, runs, strict=True) if c == column]
             if not size and len(own) == len(TEST_SEEDS):
                 yield _means(column, entry, own)
+
+
+def _copied(entry: Entered, folder: Path) -> Path | None:
+    """The method's own file, where it may be executed without a trace in the entry."""
+    if not entry.file:
+        return None
+    return Path(shutil.copy(entry.folder / entry.file, folder / entry.file))
 
 
 def _short(size: Mapping[str, Any], suite: Suite, row: str) -> dict[str, Any]:
