@@ -68,7 +68,7 @@ def _section(one: Standings) -> Html:
         sentence(f"{about(one)} Version {suite.version} of {suite.name}."),
         html_table([head[1], head[0], *head[2:]], lines, "numbers wide sortable"),
         *missing,
-        grid(drawn),
+        grid(drawn, "top"),
         *groups,
         folded("By column", html_table(*cell_lines(one), "numbers wide sortable")),
         *_matrices(one),

@@ -22,6 +22,7 @@ from fedstill.experiment.ranking.drawn import other_draws
 from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest
 from fedstill.registry import names
 
@@ -164,6 +165,8 @@ def _broken_journals(entry: Entered, suite: Suite) -> str:
         events, asked = read_journal(path), rounds_of(entry.folder / place)
         if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
             return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
+        if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
+            return f"{place}/{SPLIT} is not the split that the journal names"
         numbers = [e["round"] for e in events if e["event"] == "round"]
         whole = numbers == list(range(1, asked + 1))
         short = place in entry.diverged and numbers == list(range(1, len(numbers) + 1))
