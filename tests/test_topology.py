@@ -152,3 +152,24 @@ def test_clients_that_are_not_there_are_passed_over_and_the_others_keep_their_or
     assert later == [c for c in everyone if c >= 12][:7]
     assert sample(Small(stream=stream), 2, 7) == sample(Small(), 2, 7)
     assert [s.clients for s in Parallel(sampled=7, last="tune")(5, Small(stream=stream))][1] == tuple(range(12, 20))
+
+
+TWO_TASKS = Stream(starts=(1, 3), rounds=5, by_task=((0,), (1,)), clients=20, join=0.5)
+
+
+@pytest.mark.parametrize("kind", [Parallel, Sequential, PublicLogits])
+def test_a_stage_follows_the_last_round_of_every_task(kind: type[Parallel]) -> None:
+    schedule = kind(sampled=2, last="finetune", task_end="remember")
+    names = [[s.name for s in schedule(r, Small(stream=TWO_TASKS))] for r in range(1, 6)]
+    assert ["remember" in of_round for of_round in names] == [False, True, False, False, True]
+    assert names[4][-2:] == ["remember", "finetune"]
+    ends = [next(s for s in schedule(r, Small(stream=TWO_TASKS)) if s.name == "remember") for r in (2, 5)]
+    assert [s.clients for s in ends] == [tuple(TWO_TASKS.present(r)) for r in (2, 5)]
+    assert len(ends[0].clients) == 10
+    assert len(ends[1].clients) == 20, "all that are there, whoever was sampled"
+    assert [s.index for s in schedule(5, Small(stream=TWO_TASKS))] == list(range(len(names[4])))
+
+
+def test_of_one_task_the_end_is_the_runs() -> None:
+    schedule = Parallel(sampled=2, task_end="remember")
+    assert [[s.name for s in schedule(r, Small())] for r in (1, 5)] == [["train"], ["train", "remember"]]

@@ -33,8 +33,8 @@ def examples() -> Dataset:
     return from_tensors("noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3))
 
 
-def refusal(method: str, data: Dataset, **changes: Any) -> str:
-    """Why a run of a method is refused; empty if it is not."""
+def asked(method: str, **changes: Any) -> Experiment:
+    """A small run of a method, with what it needs."""
     built = registry.lookup("method", method).build()
     needs = built.requires()
     network: Mapping[str, Any] = NETWORK
@@ -60,8 +60,13 @@ def refusal(method: str, data: Dataset, **changes: Any) -> str:
     }
     merged = {**values, **changes}
     merged["topology"] = {**values["topology"], **changes.get("topology", {})}
+    return Experiment(**merged)
+
+
+def refusal(method: str, data: Dataset, **changes: Any) -> str:
+    """Why a run of a method is refused; empty if it is not."""
     try:
-        prepare(settle(Experiment(**merged)), data)
+        prepare(settle(asked(method, **changes)), data)
     except FedstillError as error:
         return plain(str(error), method)
     return ""

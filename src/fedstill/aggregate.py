@@ -10,26 +10,39 @@ from torch import Tensor
 
 from fedstill import trees
 from fedstill.records import Reply, Tensors
+from fedstill.robust import ROBUST, SUSPECTED, Robust, robust_mean
 
 Weighting = Literal["examples", "uniform"]
+Aggregation = Literal[Weighting, Robust]
 
 
 def weighted_mean(
-    replies: Sequence[Reply], group: str = "params", weighting: Weighting = "examples"
+    replies: Sequence[Reply],
+    group: str = "params",
+    weighting: Aggregation = "examples",
+    start: Tensors | None = None,
+    suspected: float | None = None,
 ) -> dict[str, Tensor]:
-    """The mean of one group of the replies, weighted by their numbers of examples, or uniform.
+    """The mean of one group of the replies, weighted by their numbers of examples, or uniform; or a robust one.
 
     Buffers are averaged too; integer entries are the first client's. Replies of clients without examples weigh nothing,
-    unless none has any.
+    unless none has any. start, suspected: for robust means (``robust.robust_mean``).
 
     Source: McMahan et al. (2017), Algorithm 1; FedNTD, eq. 2.
     Reading: FedNTD's Algorithm 1 prints the uniform mean; its code and eq. 2 weigh by size.
     """
     ordered = sorted(replies, key=lambda r: r.client)
+    if weighting != "examples" and weighting != "uniform":
+        return robust_mean([r.up.tensors(group) for r in ordered], weighting, start, suspected or SUSPECTED)
     sizes = [float(r.examples) for r in ordered]
     if weighting == "uniform" or not sum(sizes) > 0:
         sizes = [1.0] * len(ordered)
     return trees.mean([r.up.tensors(group) for r in ordered], sizes)
+
+
+def alike(aggregation: Aggregation) -> Aggregation:
+    """What takes the place of a uniform mean: itself, or the robust one that was chosen."""
+    return aggregation if aggregation in ROBUST else "uniform"
 
 
 def mean_by_class(
@@ -68,7 +81,7 @@ def effective_steps(steps: int, momentum: float) -> float:
 
 
 def normalised_mean(
-    start: Tensors, replies: Sequence[Reply], steps: Sequence[float], weighting: Weighting = "examples"
+    start: Tensors, replies: Sequence[Reply], steps: Sequence[float], weighting: Aggregation = "examples"
 ) -> dict[str, Tensor]:
     """``start`` moved by the clients' changes, each divided by its effective steps, times their mean steps.
 

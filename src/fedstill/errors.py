@@ -119,6 +119,10 @@ class TooFewReplies(FedstillError):
     """A stage with fewer accepted replies than the quorum asks for."""
 
 
+class BudgetSpent(FedstillError):
+    """A stage that would cost a client more privacy than ``privacy.epsilon`` allows; it was not begun."""
+
+
 class Diverged(FedstillError):
     """Parameters that grew beyond the norm guard, or that are no longer numbers."""
 

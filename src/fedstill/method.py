@@ -25,12 +25,12 @@ class Method:
     that may differ, "label_counts", "queries").
     ``adds``: what it adds to every network, zeros at first: "own_head", a second last layer, or "shift", a vector added
     to the features (``models.additions``).
-    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise"). ``labelled``: the
-    stages that read the labels of public data; in all others these are hidden, as -1. ``plans``: the paper's training
-    settings by stage. ``personal``: the stages after which a client's own model is its answer; of several, the last in
-    which it acted. Without one its answer is the predictor ``client N``, or the first. ``reusable``: the stages that
-    leave no memory, and whose replies depend on nothing but the client's data, model, plan, seed and work: they may be
-    kept for other runs.
+    ``permits``: what may be done to its replies ("linear_fold" for secure sums, "central_noise", "robust_fold" for
+    means that hostile clients cannot move far). ``labelled``: the stages that read the labels of public data; in all
+    others these are hidden, as -1. ``plans``: the paper's training settings by stage. ``personal``: the stages after
+    which a client's own model is its answer; of several, the last in which it acted. Without one its answer is the
+    predictor ``client N``, or the first. ``reusable``: the stages that leave no memory, and whose replies depend on
+    nothing but the client's data, model, plan, seed and work: they may be kept for other runs.
 
     A complete one, and three rounds of it, in which four clients learn to tell dark grey from light:
 

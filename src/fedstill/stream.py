@@ -22,6 +22,9 @@ from fedstill.keys import generator, seed_for
 Head = Literal["all", "seen", "task"]
 """Which outputs take part in training: all, those of the classes seen so far, or those of the task's own classes."""
 
+OFF = -1e4
+"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
+
 EVERYONE = -1
 """The client whose clock is never late: the server's id."""
 

@@ -47,6 +47,9 @@ def sample(world: World, round: int, count: int | None) -> list[int]:
 class _Sampled:
     sampled: Count | None = None
     """Clients a round; unset, ten, or all where there are fewer."""
+    task_end: str | None = None
+    """A stage of this name follows the last round of every task, for all clients that are there; without [stream] the
+    last round's."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -55,6 +58,11 @@ class _Sampled:
         if self.sampled is not None and self.sampled > world.clients:
             raise ConfigError(f"topology.sampled = {self.sampled} is more than the {world.clients} clients there are")
         return sample(world, round, self.sampled)
+
+    def ending(self, round: int, world: World) -> list[Stage]:
+        """The stage of a task's end, in a round with which one ends; it stands before those of the run's end."""
+        ends = round == world.rounds or world.stream.ends(round)
+        return [Stage(round, 0, self.task_end, _everyone(world, round))] if self.task_end and ends else []
 
 
 @register("topology", "parallel")
@@ -83,6 +91,7 @@ class Parallel(_Sampled):
             stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
+        stages += self.ending(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, _everyone(world, round)))
         if self.closing and round == world.rounds:
@@ -109,6 +118,7 @@ class Sequential(_Sampled):
         stages = [Stage(round, 0, "train", (c,), hop=True) for c in chain]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, _everyone(world, round)))
+        stages += self.ending(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, _everyone(world, round)))
         return _numbered(stages)
@@ -136,6 +146,7 @@ class PublicLogits(_Sampled):
         ]
         if self.first and round == 1:
             stages.insert(0, Stage(round, 0, self.first, _everyone(world, round), "public"))
+        stages += self.ending(round, world)
         if self.last and round == world.rounds:
             stages.append(Stage(round, 0, self.last, _everyone(world, round)))
         return _numbered(stages)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fedstill.model_spec import ModelSpec
@@ -42,6 +43,12 @@ class Examples:
     def __repr__(self) -> str:
         return f"<Examples: {len(self):,} of shape {tuple(self.values.shape[1:])}, {self.values.dtype}>"
 
+    def __add__(self, further: Examples) -> Examples:
+        """These examples and further ones behind them; whose each is, where both say so."""
+        values, labels = torch.cat([self.values, further.values]), torch.cat([self.labels, further.labels])
+        whose = None if self.owners is None or further.owners is None else torch.cat([self.owners, further.owners])
+        return Examples(values, labels, whose)
+
     def take(self, index: Tensor) -> Examples:
         """The examples at some positions, (n,) int64, on whatever device."""
         there = index.to(self.labels.device)
@@ -62,6 +69,8 @@ class Carry:
     ``index`` counts among them. ``model``: what is trained, if it is not the site's network. ``examples``: what it is
     trained on, if it is not what the site has, as they are, never augmented; so the server may train something small
     without public data. Of another network than the site's nothing is measured.
+    ``more``: further examples to train on, behind the site's own (or ``only`` some of these): ``index`` counts on, and
+    teachers' logits cover them. They count in no reply's number of examples.
     ``head``: which outputs take part in training, (C,) bool, set by the engine; None: all.
     """
 
@@ -72,6 +81,7 @@ class Carry:
     only: Tensor | None = None
     model: ModelSpec | None = None
     examples: Examples | None = None
+    more: Examples | None = None
     head: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:

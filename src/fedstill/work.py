@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedstill.errors import BadPayload
 from fedstill.losses import cross_entropy
-from fedstill.records import NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
+from fedstill.records import KEEP, NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
 
 
 class ClientWork:
@@ -74,10 +74,10 @@ class ClientWork:
 
 
 class Census(ClientWork):
-    """Send the label counts, once, before round 1: for methods that need ``label_counts``."""
+    """Send the label counts, before round 1 and where tasks change: for methods that need ``label_counts``."""
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         return Carry(params={})
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return Payload(labels=view.counts), NOTHING
+        return Payload(labels=view.counts), KEEP

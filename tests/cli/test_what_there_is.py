@@ -76,7 +76,7 @@ def test_a_methods_card_says_all_that_is_declared_of_it(capsys: pytest.CaptureFi
         "memory nothing.",
         "topology parallel",
         "needs same_shapes",
-        "permits nothing",
+        "permits robust_fold",
         'plan train epochs = 5, batch = 50, optimiser = "sgd", lr = 0.01, lr_decay = 0.99, momentum = 0.9',
         "code fedstill.methods.fedadkd.FedADKD",
         "delta = 1.0 Spread of the heterogeneity map f(G) = log(1 + delta G). (number in (0, 1e9])",

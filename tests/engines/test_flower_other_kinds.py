@@ -346,7 +346,7 @@ def test_sums_with_noise_are_drawn_once_and_counted(place: Path) -> None:
     sent, seen = events(place / "run", "moments"), read_journal(place / "run" / "journal.jsonl")
     assert [(e["noised_rows"], e["bytes_up"]) for e in sent] == [(2, 2 * 2 * 8)] * CLIENTS
     told = [e["privacy"]["epsilon"] for e in seen if e["event"] == "round"]
-    assert told == [[Privacy(2.0, 8.0).epsilon(2 + 9 * k)] * CLIENTS for k in (1, 2)]
+    assert told == [[Privacy(2.0, 8.0).spent(2 + 9 * k)] * CLIENTS for k in (1, 2)]
     mean, std = (np.array(seen[0]["inputs"][k])[[0, 4]] for k in ("mean", "std"))
     assert (mean >= [0, 50]).all()
     assert (mean <= [120, 250]).all()

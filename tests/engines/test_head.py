@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from fedstill import losses
-from fedstill.engines.step import OFF, Networks, Seen
+from fedstill.engines.step import Networks, Seen
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.records import Carry
+from fedstill.stream import OFF
 
 SPEC = spec_for("logistic", (1, 4, 4), 5, {})
 ON = torch.tensor([True, False, True, True, False])

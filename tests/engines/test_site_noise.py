@@ -170,6 +170,18 @@ def test_more_rows_than_the_run_accounts_for_are_refused(there: list[Site], tmp_
     assert logits(at(there[0], tmp_path)(asked(setting(**PRIVACY), subset=images[1:]))).shape[0] == toys.PUBLIC
 
 
+def test_a_site_refuses_what_is_beyond_the_budget_whatever_the_server_says(there: list[Site], tmp_path: Path) -> None:
+    """It counts what it has sent itself: one upload goes, the second would be too much."""
+    one = Privacy(**PRIVACY).spent(toys.PUBLIC)
+    experiment = setting(**PRIVACY, epsilon=one)
+    site = at(there[0], tmp_path)
+    assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC
+    assert logits(site(asked(experiment))).shape[0] == toys.PUBLIC, "the kept answer costs nothing"
+    later = at(there[0], tmp_path)(asked(experiment, replace(FIRST, round=2)))
+    assert later.failure == "50 more rows of logits would cost this site more than privacy.epsilon allows it"
+    assert not later.up
+
+
 def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[Site], tmp_path: Path) -> None:
     from flwr.app import Error, Message
 
@@ -196,7 +208,7 @@ def test_an_answer_that_was_lost_is_sent_again_with_the_same_noise(there: list[S
         left, right = (parsed(data).content.array_records["groups"] for data in (lost, came))
         assert [a.data for a in left.values()] == [a.data for a in right.values()]
     told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    assert told == [[Privacy(**PRIVACY).epsilon(toys.PUBLIC, k)] * CLIENTS for k in (1, 2)]
+    assert told == [[Privacy(**PRIVACY).spent(toys.PUBLIC, k)] * CLIENTS for k in (1, 2)]
 
 
 def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was_drawn(
@@ -227,7 +239,7 @@ def test_a_server_that_was_killed_after_it_asked_resumes_with_the_noise_that_was
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     assert not [e for e in events if "refused" in e and "client" in e]
     assert [e for e in events if e["event"] == "round"][-1]["privacy"]["epsilon"] == [
-        Privacy(**PRIVACY).epsilon(toys.PUBLIC, 2)
+        Privacy(**PRIVACY).spent(toys.PUBLIC, 2)
     ] * CLIENTS
 
 

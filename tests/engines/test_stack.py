@@ -158,6 +158,23 @@ def test_clients_on_common_public_data_are_each_alone() -> None:
     check(own, views, How(PLAN, stage, STILL, 7))
 
 
+@pytest.mark.parametrize("inputs", [STILL, MOVING], ids=["still", "moving"])
+@pytest.mark.parametrize("what", ["shared", "own"])
+def test_further_examples_stand_behind_the_clients_own(what: str, inputs: Inputs) -> None:
+    """Of unlike numbers, of one client none; the teachers' logits cover them, and a step's index counts on."""
+    more = [view_of(20 + k, n).data if n else None for k, n in enumerate((4, 0, 9, 2))]
+    starts = [replace(c, more=m) for c, m in zip(carries(what), more, strict=True)]
+    how = How(PLAN, STAGE, inputs, 7)
+    together = check(starts, VIEWS, how)
+    views = [v if m is None else replace(v, data=v.data + m) for v, m in zip(VIEWS, more, strict=True)]
+    for trained, same in zip(together, check(carries(what), views, how), strict=True):
+        near(trained.params, same.params)
+    some = [replace(c, only=torch.tensor([0]), more=view_of(9, 3).data) for c in carries(what)]
+    views = [replace(v, data=v.data.take(torch.tensor([0])) + view_of(9, 3).data) for v in VIEWS]
+    for trained, same in zip(check(some, VIEWS, how), check(carries(what), views, how), strict=True):
+        near(trained.params, same.params)
+
+
 def test_each_epochs_parameters_are_kept_for_each_client() -> None:
     trained = check(carries("own"), VIEWS, How(PLAN, STAGE, STILL, 7, by_epoch=True))
     assert [len(t.by_epoch) for t in trained] == [2, 2, 2, 2]

@@ -100,7 +100,7 @@ def experiment(**data: Any) -> Experiment:
 def test_a_simulation_counts_what_sums_cost_from_the_first_round_on(tmp_path: Path) -> None:
     run(experiment(limits={"x": [-3, 3], "y": [-3.0, 3.0]}), tmp_path / "run", table())
     told = [e["privacy"] for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "round"]
-    assert [one["epsilon"] for one in told] == [[Privacy(**CLIP).epsilon(2 + 7 * k)] * 2 for k in (1, 2)]
+    assert [one["epsilon"] for one in told] == [[Privacy(**CLIP).spent(2 + 7 * k)] * 2 for k in (1, 2)]
     assert {one["covers"] for one in told} == {"logits and sums"}
 
 

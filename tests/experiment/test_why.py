@@ -49,9 +49,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(tmp_path_factory.mktemp("why"), every=2)
 
 
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
 def rows(folder: Path) -> dict[int, list[float | None]]:
-    events = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
-    return {e["round"]: e["class_accuracy"] for e in events if e["event"] == "round"}
+    return {e["round"]: e["class_accuracy"] for e in events(folder) if e["event"] == "round"}
 
 
 def quiet(round: int, last: int) -> None:
@@ -189,5 +192,33 @@ def test_a_folder_without_a_run_and_one_without_a_global_model_say_so(
     assert call(["why", str(tmp_path)]) == 2
     assert "holds no run: it has no journal.jsonl" in capsys.readouterr().err
     fedstill.run(toys.toy("local_only", **toys.suited("local_only")), tmp_path / "run", data=toys.blobs())
-    with pytest.raises(ConfigError, match="has no round in which classes were measured"):
+    with pytest.raises(
+        ConfigError, match="no round in which a global model's classes were measured; what a client learned"
+    ):
         the_moment(tmp_path / "run", None, None)
+
+
+def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = CONFIG.format(method="fedavg", every=6, measure='["contributions"]')
+    text = (
+        text.replace("every = 3", "every = 1").replace("alpha = 0.1", "alpha = 5.0").replace("epochs = 2", "epochs = 8")
+    )
+    (tmp_path / "my.toml").write_text(f'{text}[stream]\ntasks = 2\nkind = "classes"\norder = "given"\n')
+    fedstill.run(fedstill.load(tmp_path / "my.toml"), tmp_path / "run")
+    kept = taken_up(tmp_path / "run", 5).prepared
+    for look in looks_of(tmp_path / "run"):
+        task = 1 if look["round"] <= 3 else 2
+        assert look["tasks"] == [task] * len(look["clients"])
+        own = [kept.sites.counts(c, look["round"]).tolist() for c in look["clients"]]
+        assert look["had"] == own
+        assert all(sum(row[5:] if task == 1 else row[:5]) == 0 for row in own)
+    falls = [e for e in all_falls(events(tmp_path / "run")) if e.round == 4 and e.of < 5 and e.change < -0.05]
+    assert falls, "the first task is forgotten when the second begins"
+    assert call(["why", str(tmp_path / "run"), "--class", str(falls[0].of), "--round", "4", "-q"]) == 0
+    out = capsys.readouterr().out
+    assert f"Class '{falls[0].of}' (of task 1) fell" in out
+    assert "in round 4 (task 2 of 2, where it begins)" in out
+    assert "None of the round's clients has the class in its task." in out
+    assert "in task" in out

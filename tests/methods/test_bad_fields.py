@@ -33,6 +33,8 @@ BELOW_ZERO = {
     "fedgkd_vote": ["weight"],
     "fedlmd": ["beta"],
     "fedlwf": ["weight"],
+    "fedewc": ["weight", "gamma"],
+    "replay": ["size", "beta", "alpha"],
     "fedlmd_tf": ["beta"],
     "fedntd": ["beta"],
     "fedntd_mse": ["beta"],
@@ -74,6 +76,7 @@ ZERO_TOO = {
     "fedavgm": ["server_lr"],
     "fedlmd": ["temperature"],
     "fedlwf": ["temperature"],
+    "fedewc": ["samples"],
     "fedgen": ["decay", "noise", "hidden", "samples"],
     "fedgkd": ["temperature", "models", "from_round"],
     "fedgkd_vote": ["temperature", "models", "from_round", "vote_temperature"],
@@ -110,6 +113,7 @@ TOO_MUCH = [
     ("fedalign", "width", 1.0),
     ("kd_ntd", "mix", 1.5),
     ("fedrs", "alpha", 1.5),
+    ("fedewc", "gamma", 1.5),
     ("fml", "alpha", 1.5),
     ("fml", "beta", 1.5),
     ("feddkd_groups", "first", 1.5),
@@ -132,7 +136,7 @@ OTHER = [
     ("fednova", "ccvr", "on"),
     ("scaffold", "divide_by", "momentum"),
     ("fedcurv", "scope", "all"),
-    ("feddyn", "aggregation", "median"),
+    ("feddyn", "aggregation", "mode"),
     ("cwc", "memory", "queue"),
     ("fedbe", "distribution", "laplace"),
     ("sfedkd", "teacher_choice", "best"),
@@ -146,6 +150,8 @@ OTHER = [
     ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
     ("fedlc", "denominator", "none"),
+    ("replay", "choose", "all"),
+    ("replay", "balance", "yes"),
     ("fedproto", "aggregation", "median"),
     ("fd", "average_weights", "some"),
     ("afl", "balanced", "yes"),
@@ -180,7 +186,7 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    zero = 0 if field in ("samples", "subset") else 0.0
+    zero = 0 if field in ("samples", "subset", "size") else 0.0
     made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 

@@ -18,10 +18,14 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
+SPLIT_FIRST = {"kind": "classes", "tasks": 3, "compose": "clients_first"}
+
 OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "fedadkd": [{"method": {"phi_timing": "exact"}}, {"topology": {"kind": "sequential"}}],
     "fednova": [{"method": {"ccvr": "full"}}],
-    "fedlwf": [{"stream": {"kind": "classes", "tasks": 3, "compose": "clients_first"}}],
+    "fedlwf": [{"stream": SPLIT_FIRST}],
+    "replay": [{"method": {"alpha": 0.5, "nearest_mean": True}, "stream": SPLIT_FIRST}],
+    "fedewc": [{"stream": SPLIT_FIRST}],
     "cwc": [{"method": {"memory": "sliding"}}],
     **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},
     **{name: [{"method": {"subset": 10}}] for name in ("dsfl", "fedmd", "hiper_fedkd")},

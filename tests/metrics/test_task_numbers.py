@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fedstill.errors import ConfigError
+from fedstill.metrics import published
 from fedstill.metrics import tasks as over
 from fedstill.metrics.forgetting import forgetting
 from fedstill.metrics.published import TABLE
@@ -130,3 +131,10 @@ def test_wrong_tasks_of_columns_are_refused(own):
 def test_an_empty_matrix_is_refused():
     with pytest.raises(ConfigError, match="a row and a column"):
         over.final_accuracy(np.zeros((0, 3)))
+
+
+def test_a_maximum_over_tasks_finds_forgetting_where_there_is_none_and_less_of_it_where_there_is_some() -> None:
+    """LANDER's formula takes the best task of each row, as its code does: the two matrices of docs/forgetting.md."""
+    hard, forgotten = [[90, None], [90, 40]], [[90, None], [50, 90]]
+    assert [over.average_forgetting(m) for m in (hard, forgotten)] == [0.0, 40.0]
+    assert [published.lander(m) for m in (hard, forgotten)] == [25.0, 20.0]

@@ -12,12 +12,14 @@ import torch
 
 import toys
 from fedstill.engines.flower.loopback import parsed, serialised
-from fedstill.errors import ConfigError
+from fedstill.errors import BudgetSpent, ConfigError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.runner import resume, run
+from fedstill.metrics.epsilon_audit import epsilon_at_least
 from fedstill.records import Payload, Stage
 from fedstill.wire.privacy import Privacy, clip_rows, gaussian_epsilon
 from flowers import TroubledGrid, needs_flower, over_flower
@@ -61,7 +63,7 @@ def test_noise_has_the_spread_that_is_said_and_is_drawn_by_key() -> None:
 @pytest.mark.parametrize(("rows", "uploads"), [(1, 1), (50, 1), (50, 10)])
 def test_epsilon_is_where_the_privacy_loss_exceeds_it_no_more_than_delta(noise: float, rows: int, uploads: int) -> None:
     """From the densities of two neighbours' outputs: delta is the integral of max(0, p - exp(epsilon) q)."""
-    found = Privacy(clip=7.0, noise=noise, delta=1e-3).epsilon(rows, uploads)
+    found = Privacy(clip=7.0, noise=noise, delta=1e-3).spent(rows, uploads)
     assert found is not None
     apart = math.sqrt(uploads) * 2 * 7.0 * math.sqrt(rows) / (noise * 7.0)  # in standard deviations
     x = np.linspace(-12 - apart, 12 + apart, 2_000_001)
@@ -86,12 +88,12 @@ def test_next_to_no_noise_has_a_huge_epsilon_and_no_error(multiplier: float, eps
 
 def test_more_uploads_or_less_noise_cost_more_and_no_noise_has_no_bound() -> None:
     privacy = Privacy(clip=1.0, noise=5.0)
-    costs = [privacy.epsilon(50, k) or 0.0 for k in (0, 1, 2, 10)]
+    costs = [privacy.spent(50, k) or 0.0 for k in (0, 1, 2, 10)]
     assert costs == sorted(costs)
     assert costs[0] == 0.0
-    assert (Privacy(clip=1.0, noise=1.0).epsilon(50, 1) or 0) > costs[1]
-    assert Privacy(clip=1.0).epsilon(50, 1) is None
-    assert math.isfinite(Privacy(clip=1.0, noise=0.01).epsilon(5000, 100) or math.inf)
+    assert (Privacy(clip=1.0, noise=1.0).spent(50, 1) or 0) > costs[1]
+    assert Privacy(clip=1.0).spent(50, 1) is None
+    assert math.isfinite(Privacy(clip=1.0, noise=0.01).spent(5000, 100) or math.inf)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_the_account_is_journaled_and_the_same_after_a_resume(tmp_path: Path) ->
     whole = run(experiment(**privacy), tmp_path / "whole", data=toys.blobs())
     events = read_journal(tmp_path / "whole" / "journal.jsonl")
     spent = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    expected = [Privacy(**privacy).epsilon(toys.PUBLIC, k) for k in (1, 2)]
+    expected = [Privacy(**privacy).spent(toys.PUBLIC, k) for k in (1, 2)]
     assert [row[0] for row in spent] == expected
     assert json.loads((tmp_path / "whole" / "summary.json").read_text())["privacy"]["epsilon"] == spent[-1]
     marked = [e for e in events if "noised_rows" in e]
@@ -145,7 +147,7 @@ def test_uploads_of_different_rows_cost_what_dp_accounting_composes() -> None:
     for rows in (50, 7, 120):
         multiplier = privacy.noise / (2 * math.sqrt(rows))
         composed.compose(accounting.GaussianDpEvent(multiplier))
-    assert privacy.epsilon(50 + 7 + 120) == pytest.approx(composed.get_epsilon(privacy.delta), rel=1e-3)
+    assert privacy.spent(50 + 7 + 120) == pytest.approx(composed.get_epsilon(privacy.delta), rel=1e-3)
 
 
 def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_to() -> None:
@@ -160,7 +162,7 @@ def test_uploads_of_different_rows_cost_what_their_loss_distributions_convolve_t
         total = mass if total is None else total * mass
     summed = np.fft.irfft(total, 4 * len(at))[: 3 * len(at) - 2]
     loss = 3 * at[0] + step * np.arange(len(summed))
-    found = privacy.epsilon(50 + 7 + 120)
+    found = privacy.spent(50 + 7 + 120)
     assert found is not None
     over = loss > found
     assert float((summed[over] * -np.expm1(found - loss[over])).sum()) == pytest.approx(privacy.delta, rel=1e-3)
@@ -181,7 +183,7 @@ def test_rows_are_counted_by_client_from_what_arrived_and_claims_have_no_part() 
     came = {0: Payload(logits=torch.zeros(toys.PUBLIC, 5)), 1: Payload(logits=torch.zeros(200, 5)), 2: Payload()}
     spent.mark(LOCAL, events, came)
     assert [e.get("noised_rows") for e in events] == [toys.PUBLIC, 200, toys.PUBLIC, None]
-    alone = [Privacy(clip=3.0, noise=20.0).epsilon(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)]
+    alone = [Privacy(clip=3.0, noise=20.0).spent(rows) for rows in (toys.PUBLIC, 200, toys.PUBLIC, 0)]
     assert spent.told()["privacy"]["epsilon"] == alone
     again = budget()
     again.count(json.loads(json.dumps(events)))
@@ -217,10 +219,81 @@ def test_one_clients_claims_change_nobodys_epsilon(tmp_path: Path) -> None:
     assert refused
     assert all("'noised_rows' is the server's to fill in" in why for why in refused)
     told = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
-    assert told == [[Privacy(clip=3.0, noise=20.0).epsilon(toys.PUBLIC, k)] * 4 for k in (1, 2)], "its uploads arrived"
+    assert told == [[Privacy(clip=3.0, noise=20.0).spent(toys.PUBLIC, k)] * 4 for k in (1, 2)], "its uploads arrived"
 
 
 def test_noise_reaches_what_everybody_learns(tmp_path: Path) -> None:
     plain = run(experiment(**CLIP), tmp_path / "plain", data=toys.blobs())
     loud = run(experiment(**CLIP, noise=50.0), tmp_path / "loud", data=toys.blobs())
     assert any(not torch.equal(plain.model[k], loud.model[k]) for k in plain.model)
+
+
+BUDGET = {"clip": 3.0, "noise": 20.0}
+
+
+def limited(uploads: float) -> dict[str, float]:
+    """A budget that is enough for so many uploads of one client."""
+    one, two = (Privacy(**BUDGET).spent(toys.PUBLIC, k) or 0.0 for k in (1, 2))
+    return {**BUDGET, "epsilon": {1: one, 1.5: (one + two) / 2, 2: two}[uploads]}
+
+
+def rows_sent(folder: Path) -> list[tuple[int, int, int]]:
+    events = read_journal(folder / "journal.jsonl")
+    return sorted((e["round"], e["client"], e["noised_rows"]) for e in events if "noised_rows" in e)
+
+
+def test_a_run_stops_by_name_before_an_upload_that_its_budget_does_not_allow(tmp_path: Path) -> None:
+    """Two rounds would need the budget of two uploads; with that of one and a half the second never begins."""
+    asked, acted = experiment(**limited(1.5)), []
+
+    class Counting(Quiet):
+        def stage(self, *at: int) -> None:
+            acted.append(at)
+
+    with pytest.raises(BudgetSpent, match=r"round 2, stage 'local': client 0 has spent .* over privacy.epsilon"):
+        run(asked, tmp_path / "run", data=toys.blobs(), watch=Counting())
+    assert len(acted) == 4, "the census, round 1, and nothing of round 2"
+    sent = rows_sent(tmp_path / "run")
+    assert [row[:2] for row in sent] == [(1, c) for c in range(4)]
+    for _ in range(2):
+        with pytest.raises(BudgetSpent, match="round 2"):
+            resume(tmp_path / "run", data=toys.blobs())
+        assert rows_sent(tmp_path / "run") == sent, "a resume has no budget of its own"
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_a_stop_in_the_middle_leaves_the_rest_of_the_budget(stages: int, tmp_path: Path) -> None:
+    folder = stopped(experiment(**limited(1.5)), tmp_path / "run", stages=stages)
+    with pytest.raises(BudgetSpent, match="round 2"):
+        resume(folder, data=toys.blobs())
+
+
+def test_a_budget_is_enough_for_what_it_says(tmp_path: Path) -> None:
+    spent = run(experiment(**limited(2)), tmp_path / "run", data=toys.blobs()).summary["privacy"]["epsilon"]
+    assert spent == [limited(2)["epsilon"]] * 4
+    with pytest.raises(BudgetSpent, match="round 1, stage 'local'"):
+        run(experiment(**{**BUDGET, "epsilon": limited(1)["epsilon"] * 0.99}), tmp_path / "none", data=toys.blobs())
+    assert rows_sent(tmp_path / "none") == []
+
+
+def test_a_limit_without_noise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"privacy.epsilon = 1.0 needs privacy.noise"):
+        settle(experiment(clip=1.0, epsilon=1.0))
+
+
+@pytest.mark.parametrize("multiplier", [0.5, 1.0, 2.0])
+def test_a_canary_shows_no_more_than_is_claimed_and_not_much_less(multiplier: float) -> None:
+    """Logits of five images as far apart as clipping lets them be, protected a thousand times each."""
+    privacy = Privacy(clip=2.0, noise=multiplier * 2 * math.sqrt(5), delta=1e-3)
+    far = torch.zeros(5, 3)
+    far[:, 0] = 100.0
+    both = [
+        np.array([float(privacy.protect(Payload(logits=sign * far), s).tensor("logits")[:, 0].sum()) for s in seeds])
+        for sign, seeds in ((1, range(1000)), (-1, range(1000, 2000)))
+    ]
+    claim, seen = privacy.spent(5), epsilon_at_least(*both, privacy.delta)
+    assert claim is not None
+    assert claim * 0.2 < seen < claim
+    less = Privacy(clip=2.0, noise=4 * privacy.noise, delta=1e-3).spent(5)
+    assert less is not None
+    assert multiplier == 2.0 or seen > less, "the same audit refutes the claim of four times the noise"

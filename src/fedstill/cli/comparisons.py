@@ -194,6 +194,7 @@ def carry_out(
 def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     """Print the table of some runs, and write their report and their tables as files."""
     from fedstill.report import terminal
+    from fedstill.report.best_first import best_first, said_of_order
     from fedstill.report.groups import groups
     from fedstill.report.numbers import BELOW_ZERO
     from fedstill.report.refused import refused
@@ -203,6 +204,8 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     screen, compared = terminal.console(), groups(begun)
     if show:
         screen.print(terminal.comparison_table(compared))
+        if said := said_of_order(best_first(compared)[1]):
+            screen.print(said, soft_wrap=True)
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)
         if any(v < 0 for g in compared for v in g.values("forgetting")):

@@ -31,6 +31,8 @@ def why_command(
     from_: Annotated[RoundNumber, Parameter(name="--from")] = None,
     rounds: RoundCount = 5,
     once: Flag = False,
+    draws: Number = None,
+    client: Number = None,
     open_: Annotated[Flag, Parameter(name="--open")] = False,
     quiet: Quiet = False,
 ) -> int:
@@ -51,6 +53,8 @@ def why_command(
         from_: The first round without it. Unset, --round, or that of the deepest fall.
         rounds: How many rounds are gone through without it.
         once: Leave it out in the first of these rounds alone.
+        draws: Go through the round with so many other draws of its clients, e.g. 10: how far who was drawn explains it.
+        client: Where clients learn from peers: what this one learned in --round, by phase and by teacher.
         open_: Write the run's page with the pictures, and open it.
         quiet: Say nothing of progress.
     """
@@ -60,10 +64,14 @@ def why_command(
 
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
+    if client is not None:
+        return _lesson(directory, client, round_ or 1, quiet)
     of = numbered(directory, [class_])[0] if class_ is not None else None
     moment = the_moment(directory, of, round_)
     if without is not None:
         return _without(directory, moment, without, from_ or moment.round, rounds, once, quiet)
+    if draws:
+        return _draws(directory, moment, draws, quiet)
     chosen = [moment]
     if worst > 1:
         every = all_falls(journals.read_journal(directory / "journal.jsonl"))
@@ -137,6 +145,50 @@ def _without(directory: Path, moment: Moment, client: int, first: int, count: in
         "round: both are shown, neither is the other.",
         soft_wrap=True,
     )
+    return 0
+
+
+def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
+    from fedstill.experiment.why.again import taken_up
+    from fedstill.experiment.why.cohorts import round_of_others
+    from fedstill.report import terminal, why_said
+    from fedstill.report.runs import read_run
+
+    def done(number: int) -> None:
+        if not quiet:
+            say(f"draw {number} of {count}" if number else f"round {moment.round} as it was", 0)
+
+    kept, run = taken_up(directory, moment.round), read_run(directory)
+    cohorts = round_of_others(kept, moment.round, count, _progress(kept, moment.round, quiet), done)
+    screen = terminal.console(sentences=True)
+    screen.print(why_said.draws_of(run, moment, cohorts), soft_wrap=True)
+    screen.print(terminal.table(*why_said.lines_of_draws(run, moment, cohorts)))
+    return 0
+
+
+def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
+    from fedstill.experiment.why.again import taken_up
+    from fedstill.experiment.why.taught import taught_by_peers
+    from fedstill.report import terminal, why_said
+    from fedstill.report.runs import read_run
+
+    kept, run = taken_up(directory, round), read_run(directory)
+    settings = kept.prepared.settings
+    if client >= settings.clients or round > settings.rounds:
+        return say(f"the run has clients 0 to {settings.clients - 1} and rounds 1 to {settings.rounds}", 2)
+
+    def exchanges(count: int) -> None:
+        if not quiet:
+            say(
+                f"then client {client}'s exchange {count} times: with all of its teachers, some, and none",
+                0,
+            )
+
+    taught = taught_by_peers(kept, client, round, _progress(kept, round, quiet), exchanges)
+    screen = terminal.console(sentences=True)
+    screen.print(why_said.lesson_of(run, taught), soft_wrap=True)
+    screen.print(terminal.table(*why_said.lines_of_lesson(run, taught)))
+    screen.print(why_said.how_taught(taught), soft_wrap=True)
     return 0
 
 

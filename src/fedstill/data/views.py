@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -30,6 +30,7 @@ class SiteViews:
     ``plans`` say by stage what share of its own data a client holds out; ``held_out`` which: drawn by key, or the last
     of its part. ``queries``: what clients ask for. ``passes``: how a model is run over data. ``arrival``: how the data
     of clients grow with the rounds; None: all are there from the start. ``tasks``: which data belong to which task.
+    ``flipped``: clients that train on false labels, C - 1 - label.
     """
 
     train: Examples
@@ -48,6 +49,7 @@ class SiteViews:
     held_out: Literal["last"] | None = None
     arrival: Arrival | None = None
     tasks: TaskData | None = None
+    flipped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._unlabelled  # noqa: B018  (made once, before there are threads)
@@ -93,6 +95,8 @@ class SiteViews:
             return View(client, spec, data, counts, public, None, None, passes)
         plan = self.plans.get(stage.name)
         data, held = self._shown(client, plan.validation if plan else 0.0, stage.round)
+        if client in self.flipped:
+            data = replace(data, labels=self.classes - 1 - data.labels)
         validation, query = held if len(held) else None, self.queries.get(client, ())
         test = self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)

@@ -55,12 +55,23 @@ def stage_examples(view: View, stage: Stage) -> Examples:
 
 def examples_by_client(carries: Sequence[Carry], views: Sequence[View], stage: Stage) -> list[Examples]:
     """What each site trains on of what it sees in a stage; one object where that is the same for all."""
+    if any(c.more is not None for c in carries):
+        return [_with_more(_of_site(stage_examples(v, stage), c), c) for v, c in zip(views, carries, strict=True)]
     each, first = [stage_examples(v, stage) for v in views], carries[0].only
     if first is not None and all(
         e is each[0] and c.only is not None and torch.equal(c.only, first) for e, c in zip(each, carries, strict=True)
     ):
         return [each[0].take(first.to(each[0].labels.device))] * len(each)
-    return [e if c.only is None else e.take(c.only.to(e.labels.device)) for e, c in zip(each, carries, strict=True)]
+    return [_of_site(e, c) for e, c in zip(each, carries, strict=True)]
+
+
+def _of_site(examples: Examples, carry: Carry) -> Examples:
+    """What a site trains on of examples that it sees."""
+    return examples if carry.only is None else examples.take(carry.only.to(examples.labels.device))
+
+
+def _with_more(own: Examples, carry: Carry) -> Examples:
+    return own if carry.more is None else own + carry.more.to(str(own.labels.device))
 
 
 def scores_count(plan: Plan) -> bool:

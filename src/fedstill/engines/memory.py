@@ -29,6 +29,10 @@ class Memory:
         """In this process: what some clients remember already."""
         return Memory(_kept=dict(remembered))
 
+    def in_process(self) -> Memory:
+        """The same in this process, to go on from without changing this one."""
+        return Memory.of({client: self.load(client) for client in {*self.index, *self._kept}})
+
     def load(self, client: int) -> Payload:
         """What a client remembers; nothing at first. Raises CorruptFile if its file is not the one that was written."""
         if self.folder is None:

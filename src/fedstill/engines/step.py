@@ -16,12 +16,10 @@ from fedstill.models import contract
 from fedstill.models.cut import above, at_levels
 from fedstill.models.layer_chain import levels
 from fedstill.records import Carry, Ends, ModelSpec, Tensors
+from fedstill.stream import OFF
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-OFF = -1e4
-"""The logit of an output that takes no part: finite, as 0 times infinity has no value."""
 
 Table = Callable[[str, str], Tensor | None]
 """(teacher, "logits" or "features") to its outputs for all examples, or None where it must be run on each batch."""

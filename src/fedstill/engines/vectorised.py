@@ -127,7 +127,8 @@ class VectorisedEngine(PooledEngine):
                 (replies[client],) = self._failed(work, how.stage, [client], error)
                 continue
             own = trains_its_own(begun.carry)
-            trains = not own and begun.carry.params and len(stage_examples(begun.view, how.stage))
+            some = begun.carry.more or stage_examples(begun.view, how.stage)
+            trains = not own and begun.carry.params and len(some)
             fits_on = structures.of(begun.carry, begun.view) if trains else client
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():

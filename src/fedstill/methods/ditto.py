@@ -39,7 +39,7 @@ class Ditto(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"before": PERSONAL}
     stages: ClassVar[frozenset[str]] = frozenset({PERSONAL, "train"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # in one of its stages nothing is sent
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # in one of its stages nothing is sent
     plans: ClassVar[Mapping[str, Plan]] = {PERSONAL: FEDNTD_PLAN, "train": FEDNTD_PLAN}
     personal: ClassVar[frozenset[str]] = frozenset({PERSONAL})
 

@@ -39,7 +39,7 @@ from fedstill.work import ClientWork
 class FedADKD(FedDKD):
     """FedDKD whose true-class weight follows each client's label heterogeneity."""
 
-    permits: ClassVar[frozenset[str]] = frozenset()  # the server keeps each client's Gini index
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # the server keeps each client's Gini index
 
     tckd: Literal["target", "binary"] = "target"
     delta: Positive = 1.0

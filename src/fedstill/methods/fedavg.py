@@ -11,16 +11,22 @@ Reading: eq. 2 weighs clients by size, Algorithm 1 prints the uniform mean; ``ag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar
 
-from fedstill.aggregate import Weighting, weighted_mean
+from annotated_types import Interval
+from torch import Tensor
+
+from fedstill.aggregate import Aggregation, weighted_mean
 from fedstill.method import Method
-from fedstill.records import Plan, Reply, Stage, State, World
+from fedstill.records import Plan, Reply, Stage, State, Tensors, World
 from fedstill.registry import method
 
 FEDNTD_PLAN = Plan(epochs=5, batch=50, lr=0.01, lr_decay=0.99, momentum=0.9, weight_decay=1e-5)
 """FedNTD's settings: five epochs, batches of 50, momentum 0.9, the learning rate 1% smaller after every round."""
+
+
+Suspected = Annotated[float, Interval(gt=0, lt=0.5)]
 
 
 @method("fedavg")
@@ -29,10 +35,25 @@ class FedAvg(Method):
     """Average the models that clients trained on their own data."""
 
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
-    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
+    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise", "robust_fold"})
 
-    aggregation: Weighting = "examples"
-    """How clients are weighed in the mean: by their numbers of examples, or all alike."""
+    aggregation: Aggregation = "examples"
+    """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot move it far."""
+    suspected: Suspected | None = field(default=None, kw_only=True)
+    """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state.next(params=weighted_mean(replies, weighting=self.aggregation))
+        return state.next(params=self.averaged(replies, state.params))
+
+    def averaged(
+        self,
+        replies: Sequence[Reply],
+        start: Tensors | None,
+        group: str = "params",
+        weighting: Aggregation | None = None,
+    ) -> dict[str, Tensor]:
+        """The mean of one group of the replies as ``aggregation`` says, or another ``weighting``.
+
+        start: what the clients were sent of it; None: the group is a change.
+        """
+        return weighted_mean(replies, group, weighting or self.aggregation, start, self.suspected)

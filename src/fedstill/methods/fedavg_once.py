@@ -10,10 +10,11 @@ between peers can give. Models that started equal and trained apart average to a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
-from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.aggregate import Aggregation, weighted_mean
+from fedstill.methods.fedavg import Suspected
 from fedstill.methods.local_only import LocalOnly
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.registry import method
@@ -25,14 +26,16 @@ class FedAvgOnce(LocalOnly):
     """The mean, once, of models that clients trained alone."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes"})
-    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise"})
+    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise", "robust_fold"})
     personal: ClassVar[frozenset[str]] = frozenset()
 
-    aggregation: Weighting = "examples"
-    """How clients are weighed in the mean: by their numbers of examples, or all alike."""
+    aggregation: Aggregation = "examples"
+    """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot move it far."""
+    suspected: Suspected | None = field(default=None, kw_only=True)
+    """The share of clients that may be hostile, for trimmed_mean and krum; unset: 0.3."""
 
     def setup(self, world: World) -> State:
         return State(params=world.initial(SERVER))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        return state.next(params=weighted_mean(replies, weighting=self.aggregation))
+        return state.next(params=weighted_mean(replies, "params", self.aggregation, state.params, self.suspected))

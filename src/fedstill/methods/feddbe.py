@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.aggregate import Aggregation
 from fedstill.fields import NonNegative
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
@@ -47,7 +47,7 @@ class FedDBE(PartlyShared):
     adds: ClassVar[tuple[str, ...]] = ("shift",)
     plans: ClassVar[Mapping[str, Plan]] = {MEANS: FEDNTD_PLAN, "train": FEDNTD_PLAN}
 
-    aggregation: Weighting = "examples"
+    aggregation: Aggregation = "examples"
     kappa: NonNegative = 50.0
     """How strongly the mean of a batch's features is drawn to the consensus."""
 
@@ -72,7 +72,7 @@ class FedDBE(PartlyShared):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name == MEANS:
-            return state.next(consensus=weighted_mean(replies, "mean", self.aggregation)["h"])
+            return state.next(consensus=self.averaged(replies, None, "mean")["h"])
         return super().fold(state, replies, stage, world)
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:

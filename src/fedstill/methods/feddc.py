@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedstill import trees
-from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.aggregate import Aggregation, alike
 from fedstill.fields import NonNegative
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
@@ -33,6 +33,7 @@ from fedstill.methods.fednova import direction_of
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
+from fedstill.robust import ROBUST
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -43,12 +44,12 @@ class FedDC(FedAvg):
     """Train around each client's drift from the global model, with corrected gradients, and add the mean drift."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "label_counts"})
-    permits: ClassVar[frozenset[str]] = frozenset()  # changes of gradients are sent, too
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # changes of gradients are sent, too
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": replace(FEDNTD_PLAN, lr=0.1, lr_decay=0.998, momentum=0.0, weight_decay=1e-3, clip_norm=10.0)
     }
 
-    aggregation: Weighting = "uniform"
+    aggregation: Aggregation = "uniform"
     alpha: NonNegative = 0.01
     """Weight of the penalty on leaving the global model less the client's drift (alpha)."""
 
@@ -78,11 +79,14 @@ class FedDC(FedAvg):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         drift, gradient = state.extra.tensors("drift"), state.extra.tensors("gradient")
-        sent, mean = only(state.params, drift), weighted_mean(replies, weighting=self.aggregation)
-        moved = sub(only(weighted_mean(replies, weighting="uniform"), sent), sent)
+        sent, mean = only(state.params, drift), self.averaged(replies, state.params)
+        moved = sub(only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), sent), sent)
         drift = add(drift, scale(moved, len(replies) / world.clients))
         sizes = [relative_size(state, r.client) for r in replies]
-        change = trees.mean([r.up.tensors("change") for r in replies], sizes)
+        if self.aggregation in ROBUST:
+            change = self.averaged(replies, None, "change")
+        else:
+            change = trees.mean([r.up.tensors("change") for r in replies], sizes)
         gradient = add(gradient, scale(change, sum(sizes) / world.clients))
         return state.next(params={**mean, **add(only(mean, drift), drift)}, drift=drift, gradient=gradient)
 

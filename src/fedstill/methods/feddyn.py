@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.aggregate import Aggregation, alike
 from fedstill.fields import Positive
 from fedstill.losses import proximal
 from fedstill.methods.fedavg import FedAvg
@@ -34,7 +34,7 @@ from fedstill.work import ClientWork
 class FedDyn(FedAvg):
     """Dynamic regularisation: -<g_i, w> + (alpha/2) ||w - w_global||^2 on each client, h on the server."""
 
-    aggregation: Weighting = "uniform"
+    aggregation: Aggregation = "uniform"
     alpha: Positive = 0.01
     """Weight of the proximal term (alpha)."""
 
@@ -55,8 +55,8 @@ class FedDyn(FedAvg):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         h = state.extra.tensors("h")
-        sent, mean = only(state.params, h), weighted_mean(replies, weighting=self.aggregation)
-        moved = sub(only(weighted_mean(replies, weighting="uniform"), h), sent)
+        sent, mean = only(state.params, h), self.averaged(replies, state.params)
+        moved = sub(only(self.averaged(replies, state.params, weighting=alike(self.aggregation)), h), sent)
         h = sub(h, scale(moved, self.alpha * len(replies) / world.clients))
         return state.next(params={**mean, **sub(only(mean, h), scale(h, 1 / self.alpha))}, h=h)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from fedstill.aggregate import Weighting
+from fedstill.aggregate import Aggregation
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.ft_fedavg import LAST
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared, in_head
@@ -43,7 +43,7 @@ class FedRep(PartlyShared):
     personal: ClassVar[frozenset[str]] = frozenset({"train", LAST})
     silent: ClassVar[frozenset[str]] = frozenset({HEAD, LAST})
 
-    aggregation: Weighting = "examples"
+    aggregation: Aggregation = "examples"
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         unmet = f"clients fit their heads first; set topology.kind = 'parallel' and topology.before = {HEAD!r}"

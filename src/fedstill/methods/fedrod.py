@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.aggregate import Weighting
+from fedstill.aggregate import Aggregation
 from fedstill.fields import NonNegative
 from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
@@ -40,7 +40,7 @@ class FedROD(PartlyShared):
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
     adds: ClassVar[tuple[str, ...]] = ("own_head",)
 
-    aggregation: Weighting = "examples"
+    aggregation: Aggregation = "examples"
     gamma: NonNegative = 1.0
     """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
 

@@ -31,7 +31,7 @@ class FTFedAvg(FedAvg):
 
     schedule: ClassVar[Mapping[str, Any]] = {"last": LAST}
     stages: ClassVar[frozenset[str]] = frozenset({"train", LAST})
-    permits: ClassVar[frozenset[str]] = frozenset()  # the fine-tuned models are each client's own
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # the fine-tuned models are each client's own
     plans: ClassVar[Mapping[str, Plan]] = {"train": PARALLEL, LAST: replace(PARALLEL, epochs=4)}
     personal: ClassVar[frozenset[str]] = frozenset({LAST})
     reusable: ClassVar[frozenset[str]] = frozenset({FIT})

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.aggregate import Weighting, weighted_mean
+from fedstill.aggregate import Aggregation
 from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
@@ -26,12 +26,12 @@ from fedstill.work import ClientWork
 class PartlyShared(FedAvg):
     """The server's half that all share; each method says which entries travel."""
 
-    permits: ClassVar[frozenset[str]] = frozenset()  # what is sent is no whole model
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # what is sent is no whole model
     personal: ClassVar[frozenset[str]] = frozenset({"train"})
     silent: ClassVar[frozenset[str]] = frozenset()
     """The stages in which a client trains what is its own, and sends nothing."""
 
-    aggregation: Weighting = "uniform"
+    aggregation: Aggregation = "uniform"
 
     @abstractmethod
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
@@ -54,7 +54,7 @@ class PartlyShared(FedAvg):
         """Entries that do not travel keep their bits."""
         if stage.name in self.silent:
             return state
-        return state.next(params={**state.params, **weighted_mean(replies, "shared", self.aggregation)})
+        return state.next(params={**state.params, **self.averaged(replies, self.shared(state.params), "shared")})
 
     def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
         """A global model, only if all that is trained travels."""

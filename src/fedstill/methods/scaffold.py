@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from fedstill.aggregate import weighted_mean
+from fedstill.aggregate import alike
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.fednova import direction_of, reach
 from fedstill.models.contract import trainable_names
@@ -29,7 +29,7 @@ from fedstill.work import ClientWork
 class Scaffold(FedAvg):
     """FedAvg with control variates on the server and on every client."""
 
-    permits: ClassVar[frozenset[str]] = frozenset()  # two sums, weighted differently, and the controls have no noise
+    permits: ClassVar[frozenset[str]] = frozenset({"robust_fold"})  # two sums, weighted differently
 
     divide_by: Literal["effective_steps", "steps"] = "effective_steps"
     """What a client's change is divided by: effective steps, in which momentum counts, or steps."""
@@ -49,7 +49,7 @@ class Scaffold(FedAvg):
         return Payload(super().expects(client, stage, world), change=trained)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
-        mean = weighted_mean(replies, "change", "uniform")
+        mean = self.averaged(replies, None, "change", alike(self.aggregation))
         control = add(state.extra.tensors("control"), scale(mean, len(replies) / world.clients))
         return super().fold(state, replies, stage, world).next(control=control)
 

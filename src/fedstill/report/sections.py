@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fedstill.report import heatmaps
+from fedstill.report.best_first import best_first, said_of_order
 from fedstill.report.costs import megabytes, seconds_by_measure, seconds_by_phase
 from fedstill.report.figures import PERCENT, Style, lines, over_seconds
 from fedstill.report.groups import UNSET, Group, differing, said
@@ -54,14 +55,16 @@ OF_CLIENTS = (
 
 def results_section(groups: Sequence[Group], style: Style) -> Html:
     """The table of measures."""
-    lines = rows(groups)
+    ordered, by = best_first(groups)
+    lines = rows(ordered)
     shown = columns(lines)
     head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
     body = [
         [labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
-        for g, r in zip(groups, lines, strict=True)
+        for g, r in zip(ordered, lines, strict=True)
     ]
     says = "One line for each group of runs that differ only in their seed: mean ± one standard deviation over seeds."
+    says = f"{says} {said_of_order(by)}".strip()
     legend = "; ".join(f"{m.title}: {m.says}" for m in shown)
     legend = f"{legend[:1].upper()}{legend[1:]}." if shown else "No run has finished a round yet."
     return section(

@@ -35,7 +35,8 @@ def columns(rows: Sequence[Row]) -> list[Column]:
     """The columns that at least one line has; what clients have of a run only where some have models of their own."""
     there = [m for m in COLUMNS if any(r.values[m.key] is not None for r in rows)]
     own = any(r.values["personal_forgetting"] is not None for r in rows)
-    return [*(PERSONAL if own else ()), *(m for m in there if m not in PERSONAL)]
+    first = [*(m for m in there if own and m.key.startswith("own_test_")), *(PERSONAL if own else ())]
+    return [*first, *(m for m in there if m not in (*first, *PERSONAL))]
 
 
 def _note(group: Group) -> str:

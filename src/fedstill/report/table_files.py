@@ -11,6 +11,7 @@ from pathlib import Path
 from fedstill.errors import ConfigError
 from fedstill.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference, paired_difference
+from fedstill.report.best_first import best_first
 from fedstill.report.groups import Group
 from fedstill.report.numbers import Column, reported
 from fedstill.report.summary import NONE, columns, rows
@@ -54,8 +55,8 @@ def _base(compared: Sequence[Group], against: str) -> Group:
 
 
 def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of the table: mean ± sample standard deviation over seeds."""
-    lines = rows(compared)
+    """Head and lines of the table: mean ± sample standard deviation over seeds; in the order of ``best_first``."""
+    lines = rows(best_first(compared)[0])
     shown = columns(lines)
     head = ["", "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
     return head, [[_named(r.label, r.note), str(r.seeds), *(r.text(m) for m in shown)] for r in lines]
@@ -98,7 +99,7 @@ def difference_lines(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[li
 
 def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """The results with a column for each number: means, standard deviations and how many seeds have it, all digits."""
-    lines = rows(compared)
+    lines = rows(best_first(compared)[0])
     shown = columns(lines)
     head = ["label", "note", *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds"))]
     out = []

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fedstill.report.best_first import best_first
 from fedstill.report.groups import Group
 from fedstill.report.leaks import HEAD, leak_rows
 from fedstill.report.numbers import COLUMNS, PERSONAL
@@ -144,17 +145,19 @@ def _classes(counts: Sequence[int]) -> str:
 
 
 def comparison_table(compared: Sequence[Group]) -> Table:
-    """The table of a comparison: mean ± spread over seeds."""
+    """The table of a comparison: mean ± spread over seeds; best first where answers are each client's own."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
-    usual = ("own_test_accuracy", "own_test_worst", "accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
+    usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
     own = PERSONAL if any(g.own_models for g in compared) else ()
+    some = [m for m in COLUMNS if any(g.values(m.key) for g in compared)]
+    tests, others = ([m for m in some if m.key in keys] for keys in (("own_test_accuracy", "own_test_worst"), usual))
     shown = [
         *asked,
-        *([] if asked else [*own, *(m for m in COLUMNS if m.key in usual and any(g.values(m.key) for g in compared))]),
+        *([] if asked else [*tests, *own, *others]),
         *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []
-    for group in compared:
+    for group in best_first(compared)[0]:
         spreads = [group.mean_spread(m.key) for m in shown]
         cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(spreads, shown, strict=True)]
         label = group.label if group.finished else f"{group.label}, unfinished"

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import bisect
+import math
+import statistics
+from collections.abc import Sequence
 
-from fedstill.experiment.why.falls import Told
+import torch
+from torch import Tensor
+
+from fedstill.experiment.why.cohorts import Cohort
+from fedstill.experiment.why.falls import Moment, Told
+from fedstill.experiment.why.taught import Taught
 from fedstill.metrics.shapley import culprits
 from fedstill.report.runs import Run
 
@@ -44,11 +52,26 @@ def sentence_of(run: Run, told: Told) -> str:
     moment = told.moment
     verb = "fell" if moment.change < 0 else "rose" if moment.change > 0 else "stayed"
     what = (
-        f"Class {run.classes[moment.of]!r} {verb} from {100 * moment.before:.1f} % to {100 * moment.after:.1f} % in "
-        f"round {moment.round}"
+        f"Class {run.classes[moment.of]!r}{_of_task(run, moment)} {verb} from {100 * moment.before:.1f} % to "
+        f"{100 * moment.after:.1f} % in round {moment.round}{_in_task(run, moment)}"
     )
     parts = ", ".join(f"{name} {points(value)}" for name, value in told.parts.items())
     return f"{what}: {parts}{_most(run, told)}."
+
+
+def _of_task(run: Run, moment: Moment) -> str:
+    """The tasks that have the class, where tasks have classes of their own."""
+    classes: Sequence[Sequence[int]] = run.start.get("stream", {}).get("classes", ())
+    own = [str(t) for t, some in enumerate(classes, 1) if moment.of in some]
+    return "" if len(own) == len(classes) else f" (of task {' and '.join(own)})"
+
+
+def _in_task(run: Run, moment: Moment) -> str:
+    """The run's task in the round of a moment, where it has tasks."""
+    first: Sequence[int] = run.start.get("stream", {}).get("first_rounds", ())
+    now = bisect.bisect_right(first, moment.round)
+    begins = ", where it begins" if moment.round in first else ""
+    return f" (task {now} of {len(first)}{begins})" if len(first) > 1 else ""
 
 
 def _most(run: Run, told: Told) -> str:
@@ -65,27 +88,34 @@ def _most(run: Run, told: Told) -> str:
 
 def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
     """The table: each client's contribution, and what it holds of the class. Head and rows."""
-    counts: Mapping[int, Sequence[int]] = {c: list(run.label_counts[c]) for c in told.clients if run.label_counts}
-    head = ["client", "contribution [points]", *(["of the class", "examples"] if counts else [])]
-    rows = []
-    for client in sorted(told.clients, key=lambda c: (told.clients[c], c)):
-        own = counts.get(client)
-        holds = (str(own[told.moment.of]), str(sum(own))) if own is not None else ()
-        rows.append((who(run, client), points(told.clients[client]), *holds))
+    holds: dict[int, tuple[int, ...]] = dict(told.had)
+    if not holds and run.label_counts:
+        holds = {c: (run.label_counts[c][told.moment.of], sum(run.label_counts[c])) for c in told.clients}
+    about = ["of the class", "examples"] if holds else []
+    about = ["in task", *about] if told.had else about
+    ordered = sorted(told.clients, key=lambda c: (told.clients[c], c))
+    rows: list[tuple[str, ...]] = [
+        (who(run, client), points(told.clients[client]), *map(str, holds.get(client, ()))) for client in ordered
+    ]
     if told.clients:
-        rows.append(("together", points(sum(told.clients.values())), *(["", ""] if counts else [])))
-    return head, rows
+        rows.append(("together", points(sum(told.clients.values())), *("" for _ in about)))
+    return ["client", "contribution [points]", *about], rows
 
 
 def hint_of(told: Told) -> str:
     """What acts on a fall of this kind; empty where there is none."""
     if told.moment.change >= 0:
         return ""
+    if told.had and not any(own for _, own, _ in told.had.values()):
+        return (
+            "None of the round's clients has the class in its task. A method over tasks acts here (fedlwf), or data "
+            "that are kept (stream.past)."
+        )
     local, averaging = told.parts.get("local training"), told.parts.get("averaging")
     if told.drawn is not None and told.drawn < FEW:
         return (
             f"The round's clients hold {told.drawn:.2f} times the class's usual share: who was drawn explains much of "
-            "it; more clients a round (topology.sampled) spread it."
+            "it, and --draws 10 says how much; more clients a round (topology.sampled) spread it."
         )
     if local is None or averaging is None:
         return "The table's links act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
@@ -100,6 +130,40 @@ def hint_of(told: Told) -> str:
     )
 
 
+def lines_of_draws(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table of a round with other draws of clients: who, what share of the class they hold, what came of it.
+
+    Head and rows; the first row is the round as it was.
+    """
+    counts = [list(own) for own in run.label_counts] if run.label_counts else []
+    head = ["clients", *(["of the class"] if counts else []), "after", "change [points]"]
+    rows = []
+    for cohort in cohorts:
+        after = cohort.after[moment.of]
+        named = ", ".join(str(client) for client in cohort.clients)
+        there = [str(sum(counts[client][moment.of] for client in cohort.clients))] if counts else []
+        shown = ("–", "–") if after is None else (f"{100 * after:.1f} %", points(after - moment.before))
+        rows.append((f"{named} (as it was)" if cohort is cohorts[0] else named, *there, *shown))
+    return head, rows
+
+
+def draws_of(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> str:
+    """How far who was drawn explains the change of a class, in a sentence."""
+    was, *others = (cohort.after[moment.of] for cohort in cohorts)
+    if was is None or None in others:
+        return f"Class {run.classes[moment.of]!r} has no test examples."
+    changes = [after - moment.before for after in others if after is not None]
+    spread = statistics.stdev(changes) if len(changes) > 1 else 0.0
+    below = sum(after < was for after in others if after is not None)
+    as_deep = "no other draw" if not below else "one other draw" if below == 1 else f"{below} other draws"
+    return (
+        f"Class {run.classes[moment.of]!r} in round {moment.round}, from the same model: {points(was - moment.before)} "
+        f"points with the clients as drawn; {points(statistics.fmean(changes))} ± {100 * spread:.1f} over "
+        f"{len(changes)} other draws, from {points(min(changes))} to {points(max(changes))}. Under {as_deep} the class "
+        "ends lower."
+    )
+
+
 def how_of(told: Told) -> str:
     """By which rule contributions were divided, and what they are not."""
     if not told.clients:
@@ -108,3 +172,54 @@ def how_of(told: Told) -> str:
         f"Contributions to this round, in points of soft accuracy, ± {100 * told.error:.1f}: {RULES[told.rule]}; "
         f"{GAMES[told.game]}. They are not the cause of the final model."
     )
+
+
+def lesson_of(run: Run, taught: Taught) -> str:
+    """What a client learned of the classes that it asked for, by phase and by whom, in a sentence."""
+    gained = {c: _of_classes(change, taught.query) for c, change in taught.teachers.items()}
+    before = _of_classes(taught.before, taught.query)
+    parts = {name: _of_classes(change, taught.query) for name, change in taught.parts.items()}
+    named = sorted((c for c in gained if round(1000 * gained[c]) > 0), key=lambda c: -gained[c])[:MOST_NAMED]
+    each = ", ".join(f"{who(run, c)} {points(gained[c])}" for c in named)
+    asked = ", ".join(repr(run.classes[c]) for c in taught.query)
+    return (
+        f"{who(run, taught.client).capitalize()} asked for {asked}: from {100 * before:.1f} % to "
+        f"{100 * (before + sum(parts.values())):.1f} %: {', '.join(f'{n} {points(v)}' for n, v in parts.items())}; "
+        + (f"of its teachers, {each} contributed most." if named else "no teacher contributed to it.")
+    )
+
+
+def how_taught(taught: Taught) -> str:
+    """By which rule contributions of teachers were divided, and what they are not."""
+    return (
+        f"In points of accuracy on the common test set, ± {100 * float(taught.gap.nan_to_num().max()):.1f}: "
+        f"{RULES[taught.rule]}; the exchange again with some of its teachers. It is not what their data are worth."
+    )
+
+
+def lines_of_lesson(run: Run, taught: Taught) -> tuple[list[str], list[tuple[str, str, str, str]]]:
+    """The table: each teacher's contribution to the classes asked for and to the client's own. Head and rows."""
+    own = [c for c, count in enumerate(taught.own.tolist()) if count and c not in taught.query]
+    weights = taught.own.double()
+    named = {who(run, c): change for c, change in taught.teachers.items()}
+    whole = {**named, "nobody: the same phases alone": taught.alone}
+    whole["together"] = torch.stack(list(whole.values())).sum(0)
+    holds = {who(run, c): str(sum(run.label_counts[c][q] for q in taught.query)) for c in taught.teachers}
+    rows = [
+        (
+            who_,
+            points(_of_classes(change, taught.query)),
+            points(_of_classes(change, own, weights)),
+            holds.get(who_, ""),
+        )
+        for who_, change in whole.items()
+    ]
+    return ["teacher", "asked for [points]", "own classes [points]", "holds of what was asked"], rows
+
+
+def _of_classes(values: Tensor, classes: Sequence[int], weights: Tensor | None = None) -> float:
+    """The mean over some classes with test examples, weighed by the client's examples if they are given."""
+    there = [c for c in classes if not math.isnan(values[c])]
+    weigh = torch.ones(len(values)) if weights is None else weights
+    total = sum(float(weigh[c]) for c in there)
+    return sum(float(values[c] * weigh[c]) for c in there) / total if total else 0.0

@@ -36,7 +36,7 @@ from scipy.special import log_ndtr, ndtri
 from torch import Tensor
 
 from fedstill.errors import ConfigError
-from fedstill.fields import NonNegative, check_ranges
+from fedstill.fields import NonNegative, Positive, check_ranges
 from fedstill.keys import generator
 from fedstill.records import Payload
 
@@ -59,11 +59,15 @@ class Privacy:
     """Standard deviation of the noise on every number, in units of the largest norm."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
     """At which delta each client's epsilon is computed."""
+    epsilon: Positive | None = None
+    """The most that any client may spend; the run stops before an upload that would cost more; unset: no end."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.noise > 0 and not self.clip > 0:
             raise ConfigError(f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the clipping")
+        if self.epsilon is not None and not self.noise > 0:
+            raise ConfigError(f"privacy.epsilon = {self.epsilon} needs privacy.noise: without noise nothing bounds it")
 
     @property
     def on(self) -> bool:
@@ -87,7 +91,7 @@ class Privacy:
         noised = clipped.double() + self.noise * self.clip * drawn
         return Payload(up, **{group: noised.to(rows.dtype)})
 
-    def epsilon(self, rows: int, uploads: int = 1) -> float | None:
+    def spent(self, rows: int, uploads: int = 1) -> float | None:
         """The epsilon of a client after so many uploads of (rows, C) logits; None where nothing bounds it.
 
         Uploads that differ in their rows are one of all rows.
@@ -97,6 +101,11 @@ class Privacy:
         if self.noise == 0:
             return None
         return gaussian_epsilon(self.noise / (2 * math.sqrt(rows * uploads)), self.delta)
+
+    def allows(self, rows: int) -> bool:
+        """Whether a client may have sent so many rows in all."""
+        cost = self.spent(rows)
+        return self.epsilon is None or (cost is not None and cost <= self.epsilon)
 
 
 def rows_of(up: Payload) -> int:

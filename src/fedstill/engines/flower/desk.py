@@ -73,12 +73,17 @@ class Desk:
 
     def noised_before(self, stage: Stage) -> bool:
         """Whether this stage was answered with noise."""
-        return _named(stage) in self.noised()
+        return _named(stage) in [noted.partition(":")[0] for noted in self.noised()]
 
-    def note_noise(self, stage: Stage) -> None:
-        """Note, before it leaves, that the answer of a stage has noise."""
+    def noised_rows(self, unknown: int) -> int:
+        """How many rows with noise this client has sent; ``unknown``: of each stage noted without their number."""
+        return sum(int(rows) if rows else unknown for _, _, rows in (noted.partition(":") for noted in self.noised()))
+
+    def note_noise(self, stage: Stage, rows: int) -> None:
+        """Note, before it leaves, that the answer of a stage has so many rows with noise."""
         if not self.noised_before(stage):
-            write_whole(self.place / NOISED, "".join(f"{s}\n" for s in (*self.noised(), _named(stage))).encode())
+            lines = [*self.noised(), f"{_named(stage)}:{rows}"]
+            write_whole(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
         """Write the memory, then the reply, then delete what is too old; the answer with its memory's version."""

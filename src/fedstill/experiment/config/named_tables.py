@@ -81,6 +81,12 @@ def read_named(
     return Named(kind, resolved_name(kind, name, base), with_code(kind, checked(fields, given, kind), base))
 
 
+def schedules(own: str, options: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The defaults of a method's topologies: of its own all that it asks for, of others the stage at a task's end."""
+    everywhere = {k: v for k, v in options.items() if k == "task_end"}
+    return {**dict.fromkeys(registry.names("topology"), everywhere), own: options}
+
+
 def with_code(kind: str, value: Any, base: Path | None) -> Any:
     """The fields of a model, in which each ``of`` names code as it stands in a run's config.toml."""
     if kind != "model" or not isinstance(value, Mapping):

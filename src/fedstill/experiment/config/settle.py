@@ -16,7 +16,7 @@ from fedstill.errors import ConfigError, IncompatibleMethod, UnknownKeys, Unknow
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
-from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name
+from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
 from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
@@ -59,7 +59,7 @@ def _settled(experiment: Experiment) -> Settings:
     failures = own.failures or ("tolerate" if deployed else "stop")
     models = checked_models(own.models, clients, base, lambda name: resolved_name("model", name, base))
     named_topology = read_named(
-        "topology", experiment.table("topology"), base, method.topology, {method.topology: method.schedule}
+        "topology", experiment.table("topology"), base, method.topology, schedules(method.topology, method.schedule)
     )
     named_stream, stream = read_stream(experiment, top.rounds)
     named = NamedTables(

@@ -21,6 +21,7 @@ from fedstill.wire.screen import MAX_EXAMPLES, Failures, MostExamples, Rules
 
 Side = Annotated[int, Interval(ge=1, le=4096)]
 Engine = Literal["serial", "pooled", "vectorised", "auto", "flower"]
+Attack = Literal["sign_flip", "scaled", "label_flip"]
 Change = Literal["crop", "crop_reflect", "flip", "cutout", "rotation"]
 """A way in which training images vary."""
 
@@ -149,6 +150,10 @@ class ClientsTable:
     """A reply is refused that claims more examples than this."""
     failures: Failures | None = None
     """Whether a client that fails stops the run; unset: it does, but is tolerated in a federation of machines."""
+    attack: Attack | None = None
+    """What hostile clients of a simulation do, to measure what it costs: turn or scale what they send, flip labels."""
+    attackers: Annotated[float, Interval(gt=0, lt=1)] | None = None
+    """The share of clients that are hostile, drawn with the seed; unset: a tenth."""
 
     @property
     def rules(self) -> Rules:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.anywhere import acting
+from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import AtClient
 from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, are_counts, rounded_lists
@@ -210,14 +211,19 @@ def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals:
 
 
 def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
-    """Each class's share of the acting clients' data over its share of all clients' data, where they are here."""
-    every = getattr(room.sites, "all_counts", lambda: torch.zeros(0))()
-    if not len(every):
+    """Each class's share of the acting clients' data over its share of all clients' data, where they are here.
+
+    Of a run with tasks also which task each of them is in, from 1, and what it has of each class in it, (m, C).
+    """
+    sites = room.sites
+    if not isinstance(sites, SiteViews) or not len(every := sites.all_counts()):
         return {}
-    acted = every[[r.client for r in seen.replies]].sum(0).double()
-    overall = every.sum(0).double()
+    stream, clients = room.world.stream, [r.client for r in seen.replies]
+    had = torch.stack([sites.counts(c, seen.stage.round) for c in clients])
+    acted, overall = had.sum(0).double(), every.sum(0).double()
     ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))
-    return {"drawn": _listed(ratio)}
+    tasks = {"tasks": [stream.task(seen.stage.round, c) + 1 for c in clients], "had": had.tolist()}
+    return {"drawn": _listed(ratio), **(tasks if stream.tasks > 1 else {})}
 
 
 def _listed(values: Tensor) -> list[float | None]:

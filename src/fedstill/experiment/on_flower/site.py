@@ -112,21 +112,23 @@ class Clerk:
                 )
             answer = kept or self._work(ready, request, desk)
             if ready.settings.on_sites and ready.settings.privacy.on and rows_of(answer.up):
-                desk.note_noise(request.stage)
+                desk.note_noise(request.stage, rows_of(answer.up))
             return answer
 
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
+        if settings.privacy.on and not isinstance(work, SumUp):
+            most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
+        else:
+            most = work.rows if isinstance(work, SumUp) else 0
+        if most and not settings.privacy.allows(desk.noised_rows(most) + most):
+            raise Refused(f"{most} more rows of logits would cost this site more than privacy.epsilon allows it")
         memory = Memory.of({client: desk.remembered(request.memory)})
         engine = ready.engine(memory, site=True)
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        if settings.privacy.on and not isinstance(work, SumUp):
-            most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
-        else:
-            most = work.rows if isinstance(work, SumUp) else 0
         if settings.privacy.on and rows_of(reply.up) > most:
             raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
         answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)

@@ -46,12 +46,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    unknown = sorted({s.name for s in schedule} - method.stages - ANYWHERE.keys())
-    if unknown:
-        raise IncompatibleMethod(
-            f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
-            f"leave topology.kind out to get its own, {method.topology}"
-        )
+    _check_stages(method, name, kind, {s.name for s in schedule})
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
@@ -82,6 +77,21 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
+
+
+def _check_stages(method: Method, name: str, kind: str, stages: set[str]) -> None:
+    """Raise for a stage that a method does not know, and for one of a task's end that it needs and does not get."""
+    if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
+        raise IncompatibleMethod(
+            f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
+            f"leave topology.kind out to get its own, {method.topology}"
+        )
+    ending = method.schedule.get("task_end")
+    if ending and ending not in stages:
+        raise IncompatibleMethod(
+            f"method {name} needs the stage {ending!r} at each task's end, and topology {kind} has none: "
+            f"set topology.task_end = {ending!r}, or leave topology.kind out to get its own, {method.topology}"
+        )
 
 
 def _asked_of_models(method: Method) -> frozenset[str]:

@@ -28,6 +28,7 @@ from fedstill.experiment.measures.base import Room, at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.backbone import as_features
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
+from fedstill.experiment.preparing.hostile import hostile_clients, refuse_hostile
 from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
 from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
@@ -120,6 +121,7 @@ def prepare(
     inputs = Inputs(tuple(mean), tuple(std), tuple(settings.data.augment), dataset.about)
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
+    refuse_hostile(settings, world)
     how = resolved(settings, world, len(shared.train))
     return Prepared(how, dataset, world, sites, shared.notes, shared.names, shared.by)
 
@@ -152,6 +154,7 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
         tasks=None if shared.cut is None else task_data(world.stream, shared.cut),
+        flipped=hostile_clients(settings) if settings.of_clients.attack == "label_flip" else frozenset(),
     )
 
 

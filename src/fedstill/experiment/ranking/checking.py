@@ -17,7 +17,7 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import read_data
-from fedstill.experiment.ranking.derived import alike, contradiction, following
+from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
 from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
@@ -181,7 +181,7 @@ def _other_summaries(entry: Entered, suite: Suite) -> str:
     for place in (p for p in _places(entry, suite) if p not in entry.diverged):
         summary = json.loads((entry.folder / place / "summary.json").read_text())
         for key, value in following(read_journal(entry.folder / place / "journal.jsonl")).items():
-            if not alike(summary.get(key), value):
+            if not same_number(summary.get(key), value):
                 return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"
     return ""
 

@@ -24,7 +24,7 @@ def following(events: Sequence[Event]) -> dict[str, Any]:
     return {**last, **best_and_recent([e["accuracy"] for e in rounds]), **sums, **summed_up(rows)}
 
 
-def alike(one: Any, other: Any) -> bool:
+def same_number(one: Any, other: Any) -> bool:
     """Whether two numbers are one, up to the rounding of a sum."""
     if isinstance(one, (int, float)) and isinstance(other, (int, float)):
         return math.isclose(one, other, rel_tol=NEAR, abs_tol=NEAR)
@@ -56,12 +56,12 @@ def _accuracy(event: Mapping[str, Any], counts: Sequence[int]) -> str:
     if strange := [v for v, n in known if abs(v * n - round(v * n)) > 1e-6 or not 0 <= v <= 1]:
         return f"a class has the accuracy {strange[0]}, which no number of its test examples gives"
     mean = sum(v * n for v, n in known) / sum(n for _, n in known)
-    return "" if alike(mean, event["accuracy"]) else f"accuracy {event['accuracy']}, and its classes have {mean}"
+    return "" if same_number(mean, event["accuracy"]) else f"accuracy {event['accuracy']}, and its classes have {mean}"
 
 
 def _task(event: Mapping[str, Any]) -> str:
     if len(event["totals"]) == 1:
         return ""
     rows = [sum(c) / sum(n) if sum(n) else None for c, n in zip(event["correct"], event["totals"], strict=True)]
-    other = [i for i, (a, b) in enumerate(zip(rows, event["row"], strict=True)) if not alike(a, b)]
+    other = [i for i, (a, b) in enumerate(zip(rows, event["row"], strict=True)) if not same_number(a, b)]
     return f"the accuracy on task {other[0] + 1} is not that of its right answers" if other else ""

@@ -17,6 +17,7 @@ from fedstill.census import run_census
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of, informed
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import Summed, run_sums
@@ -27,6 +28,7 @@ from fedstill.experiment.run_directory.result import Result, summary_of, write_r
 from fedstill.experiment.run_directory.split_file import restore_split, write_split
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
+from fedstill.experiment.running.privacy_budget import WithinBudget
 from fedstill.experiment.running.provenance import check_sources, note_versions, versions
 from fedstill.experiment.running.task_ends import summed_up
 from fedstill.experiment.tracking.tracking import Named, Tracking
@@ -118,7 +120,7 @@ class Driver:
             self.engine = informed(self.engine, ready)
         self.token = self._named_before()
         work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
-        summed = run_sums(work, self.world, self.engine, self, self.settings.rules)
+        summed = run_sums(work, self.world, WithinBudget(self.engine, self.measuring.budget), self, self.settings.rules)
         self.token = ""
         self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
         self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
@@ -151,7 +153,8 @@ class Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            state = run_round(self.method, state, self.stages, self.world, self.engine, self, self.settings.rules)
+            engine = WithinBudget(with_hostile(self.engine, self.settings), self.measuring.budget)
+            state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
             event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)

@@ -9,11 +9,15 @@ from typing import Any
 
 from fedstill.anywhere import acting
 from fedstill.census import census_stage
+from fedstill.errors import BudgetSpent
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.method import Method
-from fedstill.records import SERVER, Payload, Stage, World
+from fedstill.records import SERVER, Payload, Reply, Stage, World
+from fedstill.rounds import Engine
+from fedstill.watch import place
 from fedstill.wire.privacy import GROUP, Privacy, rows_of
+from fedstill.work import ClientWork
 
 
 @dataclass
@@ -48,11 +52,29 @@ class Budget:
                 continue
             if client == SERVER or client not in stage.clients or "idle" in event:
                 continue
-            sums = stage.round == 0  # before round 1, beside the census
-            asked = self.sums if sums else rows_of(acting(self.method, stage).expects(client, stage, self.world))
-            if rows := max(asked, rows_of(came.get(client, Payload()))):
+            if rows := max(self.asked(stage, client), rows_of(came.get(client, Payload()))):
                 event["noised_rows"] = rows
         self.count(events)
+
+    def asked(self, stage: Stage, client: int) -> int:
+        """How many rows with noise a client is asked for in a stage."""
+        if not self.privacy.on or client == SERVER or stage == census_stage(self.world):
+            return 0
+        if stage.round == 0:  # before round 1, beside the census
+            return self.sums
+        return rows_of(acting(self.method, stage).expects(client, stage, self.world))
+
+    def demand(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Raise BudgetSpent if a stage would cost any of these clients more than ``privacy.epsilon`` in all."""
+        for client in clients:
+            rows = self.asked(stage, client)
+            if rows and not self.privacy.allows(self.rows[client] + rows):
+                spent, after = (self.privacy.spent(n) for n in (self.rows[client], self.rows[client] + rows))
+                raise BudgetSpent(
+                    f"{place(stage)}: client {client} has spent epsilon {spent:.3g}, and its next {rows} rows make it "
+                    f"{after:.3g}, over privacy.epsilon = {self.privacy.epsilon:g}; nothing of the stage was sent. A "
+                    "new run with fewer rounds, more noise or fewer public images (method.subset) stays below"
+                )
 
     def count(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Count what events say."""
@@ -63,7 +85,7 @@ class Budget:
         """For the event of a round: each client's epsilon so far (None: unbounded) at which delta; empty if off."""
         if not self.privacy.on:
             return {}
-        spent = {rows: self.privacy.epsilon(rows) for rows in {0, *self.rows.values()}}
+        spent = {rows: self.privacy.spent(rows) for rows in {0, *self.rows.values()}}
         each = [spent[self.rows[c]] for c in range(self.world.clients)]
         return {
             "privacy": {
@@ -72,3 +94,20 @@ class Budget:
                 "covers": f"{GROUP} and sums" if self.sums else GROUP,
             }
         }
+
+
+@dataclass(frozen=True)
+class WithinBudget:
+    """An engine that asks nobody for more than the budget has left."""
+
+    engine: Engine
+    budget: Budget
+
+    def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The replies; raises BudgetSpent before any client has begun."""
+        self.budget.demand(stage, sorted(downs))
+        return self.engine.run(work, stage, downs, seed)
+
+    def commit(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Keep what clients remember."""
+        self.engine.commit(stage, clients)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fedstill.engines.passes import shards
-from fedstill.engines.step import OFF
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.metrics import tasks as over
 from fedstill.records import Examples
+from fedstill.stream import OFF
 
 Predictors = Mapping[str, Callable[[Tensor], Tensor]]
 

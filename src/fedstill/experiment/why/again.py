@@ -16,6 +16,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
 from fedstill.experiment.measures.base import Happened, Measure, Room
+from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -55,7 +56,7 @@ class TakenUp:
         if self.restored is None:
             return Memory()
         there = Memory(self.folder / "memory", dict(self.restored.memory))
-        return Memory.of({client: there.load(client) for client in there.index})
+        return there.in_process()
 
 
 def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
@@ -157,6 +158,22 @@ def accuracies(
     return known
 
 
+def as_in_company(engine: SerialEngine) -> SerialEngine:
+    """The engine that gives a client that acts alone the threads, and so the bits, that it has beside others."""
+    return replace(engine, threads=(engine.threads[0], engine.threads[0]))
+
+
+def _is_left_alone(before: Sequence[Stage], after: Sequence[Stage]) -> bool:
+    """Whether a client acts alone now that acted beside others."""
+    least = [min((len(s.clients) for s in stages if not s.hop), default=0) for stages in (before, after)]
+    return least[1] == 1 < least[0]
+
+
+def gone_to(kept: TakenUp, engine: SerialEngine, round: int, again: OnAgain) -> State:
+    """The state before a round, after the rounds since the checkpoint have been gone through again."""
+    return _through(kept, engine, round - 1, _Looking(None, 0, None), again)
+
+
 def _through(
     kept: TakenUp,
     engine: SerialEngine,
@@ -165,19 +182,23 @@ def _through(
     again: OnAgain,
     without: Without | None = None,
     after: Callable[[State], None] = lambda state: None,
-) -> None:
+) -> State:
     settings, world = kept.prepared.settings, kept.prepared.world
     state = kept.restored.state if kept.restored is not None else settings.method.setup(world)
     if kept.restored is None and "label_counts" in settings.method.requires():
         state = run_census(state, world, engine, Unwatched(), settings.rules)
     watch.before = state
+    torch.set_num_threads(settings.threads[1])
     while state.round <= last:
         if state.round >= kept.start:
             again(state.round, last)
-        torch.set_num_threads(settings.threads[1])
         stages: Sequence[Stage] = settings.topology(state.round, world)
         watch.last = stages[-1].index
+        acts = engine
         if without is not None:
-            stages = without.leave_out(stages, state.round)
-        state = run_round(settings.method, state, stages, world, engine, watch, settings.rules)
+            every, stages = stages, without.leave_out(stages, state.round)
+            acts = as_in_company(engine) if _is_left_alone(every, stages) else engine
+        hostile = with_hostile(acts, settings)
+        state = run_round(settings.method, state, stages, world, hostile, watch, settings.rules)
         after(state)
+    return state

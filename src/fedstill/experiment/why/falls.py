@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.files import write_whole
+from fedstill.fitting import FIT
 
 BESIDE = "why.jsonl"
 """What `fedstill why` found out later, beside the journal: one event of the measure ``contributions`` a line."""
@@ -54,7 +56,8 @@ def the_moment(folder: Path, of: int | None, round: int | None) -> Moment:
     """The deepest fall of a run, or of a class, or in a round. Raises ConfigError where there is none."""
     every = all_falls(journals.read_journal(folder / "journal.jsonl"))
     if not every:
-        raise ConfigError(f"{folder} has no round in which classes were measured")
+        peers = "; what a client learned from its peers: --client 0" if FIT in settings_of(folder).plans else ""
+        raise ConfigError(f"{folder} has no round in which a global model's classes were measured{peers}")
     fitting = [m for m in every if of in (None, m.of) and round in (None, m.round)]
     if not fitting:
         last = max(m.round for m in every)
@@ -108,7 +111,8 @@ class Told:
     ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on the examples that
     were looked at. ``clients``: each client's contribution in soft accuracy, with what it may be off by (``error``).
     ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the round's
-    data over its share of all; None where that is not known.
+    data over its share of all; None where that is not known. ``had``: in a run with tasks, the task that each client
+    was in, its examples of the class in it, and all of them.
     """
 
     moment: Moment
@@ -118,6 +122,7 @@ class Told:
     game: str
     rule: str
     drawn: float | None
+    had: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
 
 
 def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
@@ -142,5 +147,11 @@ def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
         for client, value in zip(look["clients"], look["values"][at], strict=True):
             clients[client] = clients.get(client, 0.0) + value
     drawn = [look["drawn"][moment.of] for look in asked if "drawn" in look]
+    had = {
+        client: (task, counts[moment.of], sum(counts))
+        for look in divided
+        for client, task, counts in zip(look["clients"], look.get("tasks", ()), look.get("had", ()), strict=False)
+    }
     first: Look = divided[0] if divided else {}
-    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), *(drawn[:1] or [None]))
+    shares = drawn[0] if drawn else None
+    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), shares, had)

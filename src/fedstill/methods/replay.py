@@ -1,0 +1,249 @@
+"""Replay: clients keep a few of their examples of each task, and train on these, too, in the tasks that follow.
+
+Source: Buzzega et al., "Dark Experience for General Continual Learning" (2020), DER++, and its form of experience
+replay; Rebuffi et al., "iCaRL: Incremental Classifier and Representation Learning" (2017), for ``choose`` and
+``nearest_mean``.
+Symbols: m = ``size``; alpha = ``alpha``, beta = ``beta``; n = the client's own examples, N = these and the kept ones.
+Stages: ``train``; after each task ``remember``, of all clients that are there: nothing is trained.
+State: the global parameters; means = the mean of each class's features at length 1, (C, D); known = which classes have
+one, (C,), where ``nearest_mean`` is set.
+Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task, its place among the
+client's examples of that, and its key; logits = the model's logits of it at its task's end, where ``alpha`` is set.
+Reading: an example's key is drawn by client, task and place. Those with the lowest keys of all so far are kept: an even
+sample of the past, whatever the order and the rounds. DER++'s reservoir takes an example again in each epoch, and holds
+the current task; this one does neither.
+Reading: with ``beta`` or ``alpha`` the objective is the mean over the client's own examples, and beta and alpha times
+those over the kept ones, as in DER++. Each batch is drawn from both together; DER++'s draws a batch from each.
+Reading: kept examples take part with the outputs of all classes seen so far, where ``stream.head`` is "task", too.
+Reading: what the released codes of TARGET and LANDER call iCaRL has no chosen examples, no class means and no memory:
+each round draws 300 anew from all data that the client ever had. Not followed.
+Reading: the mean of a class of which nobody keeps an example is that of its own task's end, under the model of then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedstill.aggregate import mean_by_class
+from fedstill.fields import CountOrZero, NonNegative
+from fedstill.keys import generator, seed_for
+from fedstill.labels import means_by_class
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.methods.rehearsed import herded, merged, of_other_tasks
+from fedstill.models.contract import predictor, width
+from fedstill.records import (
+    KEEP,
+    SERVER,
+    Carry,
+    Examples,
+    Payload,
+    Plan,
+    Ran,
+    Reply,
+    Stage,
+    State,
+    Step,
+    Tensors,
+    View,
+    World,
+)
+from fedstill.registry import method
+from fedstill.ridge import NO_TRAINING, no_linear_head
+from fedstill.stream import OFF
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+REMEMBER = "remember"
+
+
+@method("replay")
+@dataclass(frozen=True)
+class Replay(FedAvg):
+    """FedAvg whose clients train again on a few kept examples of earlier tasks; needs [stream]."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"task_end": REMEMBER}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", REMEMBER})
+    permits: ClassVar[frozenset[str]] = frozenset()  # kept examples act in rounds that no noise was counted for
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, REMEMBER: NO_TRAINING}
+
+    size: CountOrZero = 50
+    """The most examples that a client keeps (m)."""
+    choose: Literal["reservoir", "herding"] = "reservoir"
+    """Which are kept: drawn evenly, or as many of each class, those whose features come nearest to its mean (iCaRL)."""
+    balance: Literal["none", "class"] = "none"
+    """Whether as many of each class are kept."""
+    beta: NonNegative | None = None
+    """Weight of the cross-entropy over kept examples against that over the client's own; unset: all examples alike."""
+    alpha: NonNegative = 0.0
+    """Weight of the squared distance to the logits that kept examples had at their task's end (DER++: 0.5 each)."""
+    nearest_mean: bool = False
+    """Whether the model that answers by the nearest class mean is made and tested as well."""
+
+    @property
+    def reads_model(self) -> bool:
+        """Whether clients need the model to remember."""
+        return self.nearest_mean or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
+
+    def requires(self) -> frozenset[str]:
+        more = {"head", "features"} if self.nearest_mean else {"features"} if self.choose == "herding" else set()
+        return self.needs | more
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        shares = [world.plans[name].validation for name in ("train", REMEMBER)]
+        if shares[0] != shares[1]:
+            return f"examples held out of training must not be kept; set validation = {shares[0]} in [plan.{REMEMBER}]"
+        return no_linear_head(world) if self.nearest_mean else ""
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name != REMEMBER:
+            return Payload(params=state.params)
+        if not self.nearest_mean and not self.remembers(stage, world):
+            return None
+        return Payload(params=state.params) if self.reads_model else Payload()
+
+    def remembers(self, stage: Stage, world: World) -> bool:
+        """Whether clients keep examples of a stage's task: there is a later one, in which these would be gone."""
+        stream = world.stream
+        return self.size > 0 and not stream.kept and stream.task(stage.round) < stream.tasks - 1
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Remember(self, stage) if stage.name == REMEMBER else Rehearse(self, stage.round)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name != REMEMBER:
+            return super().expects(client, stage, world)
+        if not self.nearest_mean:
+            return Payload()
+        like = torch.zeros(world.classes, width(world.model(client)), dtype=dtype_of(world.initial(client)))
+        return Payload(means=like, counts=torch.zeros(world.classes, dtype=torch.int64))
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name != REMEMBER:
+            return super().fold(state, replies, stage, world)
+        if not self.nearest_mean:
+            return state
+        blank = torch.zeros_like(replies[0].up.tensor("means"))
+        before = state.extra.get("means", blank), state.extra.get("known", blank[:, 0] > 0)
+        means, known = mean_by_class(replies, before[0])
+        return state.next(means=means, known=known | before[1])
+
+    def predictors(self, state: State, world: World) -> dict[str, Callable[[Tensor], Tensor]]:
+        """The global model; and, once there are class means, the same with these as its last layer."""
+        named = super().predictors(state, world)
+        if "means" in state.extra:
+            known = state.extra.tensor("known")
+            last = {
+                "head.weight": normalize(state.extra.tensor("means"), dim=1),
+                "head.bias": torch.where(known, 0.0, 100 * OFF).to(dtype_of(state.params)),
+            }
+            named["nearest_mean"] = predictor(world.model(SERVER), {**state.params, **last})
+        return named
+
+
+@dataclass(frozen=True)
+class Rehearse(ClientWork):
+    """Local training on the client's own examples and on those that it keeps of other tasks."""
+
+    method: Replay
+    round: int
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        m, stream = self.method, world.stream
+        kept = of_other_tasks(memory, stream.task(self.round, view.client))
+        if not kept or stream.kept or not m.size:
+            return Carry(params=down.params)
+        more, own = Examples(kept.tensor("values"), kept.tensor("labels")), len(view.data)
+        constants: dict[str, Any] = {"own": own}
+        if stream.head == "task":
+            constants["seen"] = self.seen(view, world)
+        if m.beta is not None or m.alpha:
+            both = own + len(more)
+            constants |= {"per_own": both / max(own, 1), "per_kept": both / len(more)}
+        if m.alpha:
+            blank = torch.zeros(m.size - len(more), world.classes, dtype=kept.tensor("logits").dtype)
+            constants |= {"logits": torch.cat([kept.tensor("logits"), blank]), "columns": self.seen(view, world)}
+        return Carry(params=down.params, more=more, constants=constants)
+
+    def seen(self, view: View, world: World) -> Tensor:
+        """The outputs with which kept examples take part, (C,) bool: those of the classes seen so far."""
+        seen, stream = torch.zeros(world.classes, dtype=torch.bool), world.stream
+        own = stream.seen(stream.task(self.round, view.client))
+        seen[list(own if stream.head != "all" else range(world.classes))] = True
+        return seen
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        known, m = carry.constants, self.method
+        if "own" not in known:
+            return super().terms(step, carry)
+        again, logits = step.index >= known["own"], step.logits()  # (B,), (B, C)
+        if "seen" in known:
+            of_kept = torch.where(known["seen"], step.logits(raw=True), OFF)
+            logits = torch.where(again.unsqueeze(1), of_kept, logits)
+        ce = cross_entropy(logits, step.y)
+        if "per_own" not in known:
+            return {"ce": ce}
+        beta = known["per_kept"] * m.beta if m.beta is not None else 1.0
+        weighed = torch.where(again, beta * ce, (known["per_own"] if m.beta is not None else 1.0) * ce)
+        if not m.alpha:
+            return {"ce": weighed}
+        stored = known["logits"][(step.index - known["own"]).clamp(min=0)]
+        columns = known["columns"].to(ce.dtype)
+        apart = ((step.logits(raw=True) - stored).square() * columns).sum(1) / columns.sum()
+        return {"ce": weighed, "logits": m.alpha * known["per_kept"] * again * apart}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return Payload(params=params), KEEP
+
+
+@dataclass(frozen=True)
+class Remember(ClientWork):
+    """Keep examples of the task that ends; and send class means, where they are asked for."""
+
+    method: Replay
+    stage: Stage
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        m, task = self.method, world.stream.task(self.stage.round, view.client)
+        others = of_other_tasks(memory, task)
+        keeps = m.remembers(self.stage, world)
+        now = merged(others, self.now(task, down, view, world), m.size, self.by_class) if keeps else memory
+        up = Payload()
+        if m.nearest_mean:
+            kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
+            each = [view.data, *kept]
+            unit = [normalize(view.passes.features(down.params, e).cpu(), dim=1) for e in each]
+            labels = torch.cat([e.labels.cpu() for e in each])
+            means, counts = means_by_class(torch.cat(unit), labels, world.classes)
+            up = Payload(means=means.to(dtype_of(down.params)), counts=counts)
+        return Carry(params={}, constants={"up": up, "memory": now})
+
+    @property
+    def by_class(self) -> bool:
+        """Whether as many of each class are kept."""
+        return self.method.balance == "class" or self.method.choose == "herding"
+
+    def now(self, task: int, down: Payload, view: View, world: World) -> Payload:
+        """The client's examples of its task, as a memory holds them."""
+        m, data = self.method, view.data.to("cpu")
+        if m.choose == "herding":
+            keys = herded(view.features(down.params), data.labels, m.size)
+        else:
+            draw = generator(seed_for(world.seed, task, 0, view.client, "reservoir"))
+            keys = torch.rand(len(data), generator=draw, dtype=torch.float64)
+        logits = {"logits": view.logits(down.params)} if m.alpha else {}
+        of = {"tasks": torch.full((len(data),), task), "places": torch.arange(len(data)), "keys": keys}
+        return Payload(values=data.values, labels=data.labels, **of, **logits)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return carry["up"], carry["memory"]
+
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """``kept``: how many examples the client keeps by now, of all tasks."""
+        return {"kept": len(carry["memory"].tensor("labels")) if carry["memory"] else 0}

@@ -1,0 +1,25 @@
+"""The table of what clients send says what they send."""
+
+from __future__ import annotations
+
+import pytest
+from tools.sent import PAGE, cells, sent_table, with_table
+
+
+def test_the_table_is_that_of_now() -> None:
+    text = PAGE.read_text()
+    assert sent_table() in text, "python -m tools.sent"
+    assert with_table(text) == text
+
+
+@pytest.mark.parametrize(
+    ("method", "beside", "told"),
+    [
+        ("fedavg", "nothing", "nothing"),
+        ("fedadkd", "`gini`", "`gini`"),
+        ("dsfl", "`logits` (P, C)", "nothing"),
+        ("feddc", "`labels` (C), `change`, as large as a model's part", "`labels`"),
+    ],
+)
+def test_some_of_it_by_hand(method: str, beside: str, told: str) -> None:
+    assert cells(method) == (beside, told)

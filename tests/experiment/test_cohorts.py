@@ -1,0 +1,94 @@
+"""A round with other draws of its clients: who was drawn, and what comes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import fedstill
+import toys
+from fedstill.cli import call
+from fedstill.errors import ConfigError
+from fedstill.experiment.why.again import taken_up
+from fedstill.experiment.why.cohorts import round_of_others
+from fedstill.experiment.why.falls import Moment
+from fedstill.records import Stage, World
+from fedstill.report.runs import read_run
+from fedstill.report.why_said import draws_of, lines_of_draws
+from fedstill.topology import Parallel, Sequential
+
+
+@dataclass(frozen=True)
+class InRoundThree(Parallel):
+    """Round 3 with clients of one's own choice."""
+
+    who: str = ""
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        stages = super().__call__(round, world)
+        return [Stage(3, 0, "train", tuple(map(int, self.who.split("+"))))] if round == 3 else stages
+
+
+def quiet(round: int, last: int) -> None:
+    pass
+
+
+def made(folder: Path, method: str = "fedavg", **topology: object) -> Path:
+    asked = toys.toy(method, rounds=3, topology={"clients": 6, "sampled": 2, **topology}, keep_checkpoints_every=2)
+    fedstill.run(asked, folder, data=toys.blobs())
+    return folder
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn"])
+def test_each_draw_is_the_round_with_those_clients(method: str, tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", method)
+    was = [e["class_accuracy"] for e in read_run(folder).rounds]
+    cohorts = round_of_others(taken_up(folder, 3, toys.blobs()), 3, 4, quiet)
+    assert list(cohorts[0].after) == was[2]
+    assert len({c.clients for c in cohorts}) == 5
+    for i, cohort in enumerate(cohorts[1:3]):
+        own = {"kind": f"{__name__}:InRoundThree", "who": "+".join(map(str, cohort.clients))}
+        other = made(tmp_path / str(i), method, **own)
+        now = [e["class_accuracy"] for e in read_run(other).rounds]
+        assert now == [*was[:2], list(cohort.after)]
+
+
+def test_a_chain_is_drawn_in_other_orders_too(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", "fedseq", sampled=6)
+    cohorts = round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
+    assert all(sorted(c.clients) == list(range(6)) for c in cohorts)
+    assert len({c.clients for c in cohorts}) == 4
+    assert isinstance(taken_up(folder, 2, toys.blobs()).prepared.settings.topology, Sequential)
+
+
+def test_where_nobody_else_can_be_drawn_it_is_said(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", sampled=6)
+    with pytest.raises(ConfigError, match="with 3 other draws of clients: every client acts in it"):
+        round_of_others(taken_up(folder, 2, toys.blobs()), 2, 3, quiet)
+    few = made(tmp_path / "few", clients=3, sampled=2)
+    with pytest.raises(ConfigError, match="with 10 other draws of clients: there are 2"):
+        round_of_others(taken_up(few, 2, toys.blobs()), 2, 10, quiet)
+
+
+def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = toys.toy("fedavg", rounds=3, topology={"clients": 6, "sampled": 2}, data="digits", model="logistic")
+    fedstill.run(asked, tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    cohorts = round_of_others(taken_up(tmp_path / "run", 2), 2, 2, quiet)
+    before, of = run.rounds[0]["class_accuracy"][1], 1
+    moment = Moment(2, of, before, run.rounds[1]["class_accuracy"][of])
+    after = [100 * (c.after[of] - before) for c in cohorts]  # type: ignore[operator]
+    said = draws_of(run, moment, cohorts)
+    mean, sd = sum(after[1:]) / 2, abs(after[1] - after[2]) / 2**0.5
+    shown = f"{mean:+.1f}" if abs(mean) >= 0.05 else "0.0"
+    assert f"{shown} ± {sd:.1f} over 2 other draws" in said
+    head, rows = lines_of_draws(run, moment, cohorts)
+    assert head == ["clients", "of the class", "after", "change [points]"]
+    for row, cohort in zip(rows, cohorts, strict=True):
+        assert int(row[1]) == sum(run.label_counts[c][of] for c in cohort.clients)
+    assert call(["why", str(tmp_path / "run"), "--class", "1", "--round", "2", "--draws", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert said in out
+    assert "draw 2 of 2" in err

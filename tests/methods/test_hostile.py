@@ -1,0 +1,165 @@
+"""Hostile clients planted in a simulation, and every method whose fold is a mean among them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import plain
+import pytest
+import torch
+
+import toys
+from fedstill import registry
+from fedstill.census import run_census
+from fedstill.errors import ConfigError, Diverged, IncompatibleMethod
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.hostile import hostile_clients, with_hostile
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
+from fedstill.method import Method
+from fedstill.records import Payload, Reply
+from fedstill.robust import ROBUST
+from fedstill.rounds import run_round
+from fedstill.trees import norm
+from fedstill.watch import Unwatched
+from fedstill.wire.screen import Rules
+from flowers import needs_flower
+from run_bits import assert_same_bits, bits, stopped
+
+
+def built(name: str) -> Method:
+    return registry.lookup("method", name).build()
+
+
+NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
+MEANS = [n for n in NAMES if "robust_fold" in built(n).permits]
+OTHERS = [n for n in NAMES if n not in MEANS and hasattr(built(n), "suspected")]
+
+
+def test_means_and_others_are_both_many() -> None:
+    assert {"fedavg", "fedntd", "scaffold", "feddyn", "feddc", "fedrep", "fedavg_once"} <= set(MEANS)
+    assert {"fednova", "fedcurv", "feddf", "fedbe", "fedgen", "ccvr", "pfnm"} <= set(OTHERS)
+
+
+def ready(name: str, **method: object):
+    changes = toys.suited(name)
+    topology = {**changes.pop("topology", {}), "clients": 6}
+    asked = toys.toy({"name": name, **method}, topology=topology, measure=(), **{"rounds": 2, **changes})
+    if "slim" in built(name).requires():
+        asked = asked.with_values({"model": plain.toy_slim.__name__}, "test")
+    return prepare(settle(asked), toys.blobs())
+
+
+class Lies:
+    """An engine of whose clients the last sends a million times what it should."""
+
+    def __init__(self, engine) -> None:
+        self.engine, self.commit = engine, engine.commit
+
+    def run(self, *asked) -> list[Reply]:
+        came = self.engine.run(*asked)
+        if len(came) < 3:
+            return came
+        up = {
+            g: {k: v * 1e6 if v.is_floating_point() else v for k, v in t.items()} if g in WHOLE else t
+            for g, t in came[-1].up.items()
+        }
+        return [*came[:-1], Reply(came[-1].client, Payload(up), came[-1].examples, {}, came[-1].round, came[-1].stage)]
+
+
+WHOLE = ("params", "shared", "change")
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_one_liar_does_not_carry_any_such_method_away(name: str) -> None:
+    """The screen is left open, so that the fold alone stands against it."""
+    sizes = {"uniform": float("inf")}  # where the guard of the server's own norm stops it
+    for how in ("median", "uniform"):
+        run = ready(name, aggregation=how)
+        method, world, lies = run.settings.method, run.world, Lies(run.engine())
+        state, stages = method.setup(world), run.settings.topology(1, world)
+        if "label_counts" in method.requires():
+            state = run_census(state, world, lies.engine, Unwatched(), Rules())
+        with suppress(Diverged):
+            sizes[how] = norm(run_round(method, state, stages, world, lies, Unwatched(), Rules(norm_limit=1e9)).params)
+    assert sizes["median"] < 1e3 < 1e4 < sizes["uniform"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_method_whose_fold_is_no_mean_refuses_at_the_start(name: str) -> None:
+    with pytest.raises(IncompatibleMethod, match=f"method {name} cannot take aggregation = 'krum'"):
+        ready(name, aggregation="krum")
+
+
+def test_what_has_no_meaning_is_refused_in_a_line() -> None:
+    with pytest.raises(IncompatibleMethod, match="at least 3 clients side by side, and a stage has 1"):
+        prepare(settle(toys.toy({"name": "fedavg", "aggregation": "median"}, topology="sequential")), toys.blobs())
+    with pytest.raises(ConfigError, match=r"clients\.attackers needs clients.attack"):
+        prepare(settle(toys.toy(clients={"attackers": 0.2})), toys.blobs())
+    with pytest.raises(ConfigError, match=r"aggregation = 'mode'"):
+        settle(toys.toy({"name": "fedavg", "aggregation": "mode"}))
+    with pytest.raises(ConfigError, match=r"suspected = 0.5"):
+        settle(toys.toy({"name": "fedavg", "suspected": 0.5}))
+
+
+def attacked(kind: str, **changes: object):
+    return toys.toy(
+        {"name": "fedavg", "aggregation": "uniform"},
+        rounds=1,
+        topology={"clients": 5},
+        clients={"attack": kind, "attackers": 0.2},
+        measure=(),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("sign_flip", -1.0), ("scaled", 10.0)])
+def test_a_hostile_client_sends_its_change_times_a_factor(kind: str, factor: float) -> None:
+    """So the mean of five is that of the others and of its own change times the factor."""
+    alone = prepare(settle(toys.toy("fedavg", rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
+    stages = alone.settings.topology(1, alone.world)
+    start = alone.settings.method.setup(alone.world)
+    downs = {c: Payload(params=start.params) for c in stages[0].clients}
+    honest = alone.engine().run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
+    settings = settle(attacked(kind))
+    (liar,) = hostile_clients(settings)
+    engine = with_hostile(prepare(settings, toys.blobs()).engine(), settings)
+    came = engine.run(alone.settings.method.work(stages[0]), stages[0], downs, alone.world.seed)
+    for one, other in zip(honest, came, strict=True):
+        for k, start_k in start.params.items():
+            want = start_k + (factor if one.client == liar else 1.0) * (one.up.params[k] - start_k)
+            torch.testing.assert_close(other.up.params[k], want, rtol=1e-5, atol=1e-6)
+
+
+def test_flipped_labels_are_seen_by_the_hostile_client_alone() -> None:
+    settings = settle(attacked("label_flip"))
+    (liar,) = hostile_clients(settings)
+    bad = prepare(settings, toys.blobs())
+    good = prepare(settle(toys.toy(rounds=1, topology={"clients": 5}, measure=())), toys.blobs())
+    stage = settings.topology(1, bad.world)[0]
+    for client in range(5):
+        false, true = bad.sites.view(client, stage).data.labels, good.sites.view(client, stage).data.labels
+        assert torch.equal(false, toys.CLASSES - 1 - true if client == liar else true)
+    assert torch.equal(bad.sites.train.labels, good.sites.train.labels)
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "label_flip"])
+def test_it_resumes_to_the_same_bits(kind: str, tmp_path: Path) -> None:
+    asked = attacked(kind).with_values({"rounds": 2, "method.aggregation": "trimmed_mean"}, "test")
+    run(asked, tmp_path / "whole", data=toys.blobs())
+    stopped(asked, tmp_path / "cut", stages=1)
+    resume(tmp_path / "cut", data=toys.blobs())
+    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
+
+
+@needs_flower
+@pytest.mark.parametrize("how", sorted(ROBUST))
+def test_over_flower_it_is_the_same(how: str, tmp_path: Path) -> None:
+    asked = attacked("scaled").with_values({"method.aggregation": how}, "test")
+    run(asked, tmp_path / "here", data=toys.blobs())
+    run(asked.with_values({"engine": "flower"}, "test"), tmp_path / "there", data=toys.blobs())
+    here, there = (read_journal(tmp_path / n / "journal.jsonl") for n in ("here", "there"))
+    last = [[e for e in events if e["event"] == "round"][-1]["class_accuracy"] for events in (here, there)]
+    assert last[0] == last[1]

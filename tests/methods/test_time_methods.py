@@ -1,0 +1,91 @@
+"""Methods that do something at a task's end: every stage is resumed from, and every engine agrees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stacking
+import torch
+
+import toys
+from double import in_double
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.progress import Interrupted
+from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.experiment.running.runner import resume, run
+from flowers import needs_flower
+from run_bits import StopAfter, assert_same_bits, bits, stopped
+
+METHODS: dict[str, dict[str, Any]] = {
+    "replay": {"name": "replay", "size": 8, "beta": 0.5, "nearest_mean": True},
+    "der++": {"name": "replay", "size": 8, "beta": 0.5, "alpha": 0.5, "balance": "class"},
+    "fedewc": {"name": "fedewc", "weight": 0.5, "samples": 20},
+    "herding": {"name": "replay", "size": 8, "choose": "herding"},
+}
+"""Each with what it does beside its training."""
+
+STREAM = {"kind": "classes", "tasks": 3, "head": "task", "join": 0.6, "lag": 1}
+
+
+def experiment(which: str, **changes: Any) -> Experiment:
+    values: dict[str, Any] = {
+        "rounds": 6,
+        "partition": {"kind": "iid"},
+        "stream": STREAM,
+        "plan": {"epochs": 1, "batch": 10, "lr": 0.05},
+        "topology": {"clients": 6, "sampled": 4},
+        "clients": toys.TOLERANT,
+        "engine": "serial",
+    }
+    return toys.toy(METHODS[which], **{**values, **changes})
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(experiment(request.param), folder, toys.blobs())
+    return request.param, folder
+
+
+def test_it_goes_through_its_tasks_and_refuses_nothing(whole: tuple[str, Path]) -> None:
+    events = read_journal(whole[1] / "journal.jsonl")
+    assert [e["task"] for e in events if e["event"] == "task"] == [0, 1, 2, 3]
+    assert not [e for e in events if "refused" in e and e["event"] == "client"]
+
+
+def test_it_is_resumed_after_every_stage(whole: tuple[str, Path], tmp_path: Path) -> None:
+    which, folder = whole
+    other = stopped(experiment(which), tmp_path / "run", stages=1)
+    while True:
+        try:
+            resume(other, toys.blobs(), StopAfter(1))
+            break
+        except Interrupted:
+            pass
+    assert_same_bits(bits(other), bits(folder))
+
+
+@pytest.mark.parametrize("engine", ["pooled", pytest.param("flower", marks=needs_flower)])
+def test_other_engines_give_the_same_bits(
+    whole: tuple[str, Path], engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    which, folder = whole
+    monkeypatch.setenv("FEDSTILL_WORKERS", "2")
+    run(replace(experiment(which), engine=engine), tmp_path / "run", toys.blobs())
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("which", METHODS)
+def test_a_stack_of_clients_gives_the_same_up_to_rounding(which: str) -> None:
+    runs = [prepare(settle(experiment(which, engine=e)), toys.blobs()) for e in ("serial", "vectorised")]
+    alone, together = (stacking.tensors(stacking.rounds(in_double(r), 6)[0]) for r in runs)
+    assert list(alone) == list(together)
+    for name, value in alone.items():
+        torch.testing.assert_close(together[name], value, rtol=0, atol=1e-7)

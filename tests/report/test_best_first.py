@@ -1,0 +1,59 @@
+"""The order of a comparison's lines where some methods leave each client a model of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedstill
+import toys
+from fedstill.report.best_first import best_first, said_of_order
+from fedstill.report.groups import Group, groups
+from fedstill.report.table_files import result_lines
+from fedstill.report.terminal import comparison_table
+
+
+def compared(folder: Path, *methods: str, **changes: object) -> list[Group]:
+    for name in methods:
+        fedstill.run(toys.toy(name, **toys.suited(name), **changes), folder / name, data=toys.blobs())
+    return groups([folder / name for name in methods])
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Group]:
+    return compared(tmp_path_factory.mktemp("three"), "fedavg", "lg_fedavg", "ditto")
+
+
+def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> None:
+    ordered, by = best_first(three)
+    assert by is not None
+    assert by.key == "personal_accuracy"
+    worth = [g.values("personal_accuracy")[0] for g in ordered]
+    assert worth == sorted(worth, reverse=True)
+    assert {g.label for g in ordered} == {"fedavg", "lg_fedavg", "ditto"}
+    assert 'ranked by "for the clients"' in said_of_order(by)
+    assert [line[0] for line in result_lines(three)[1]] == [g.label for g in ordered]
+    first = comparison_table(three).columns[0]
+    assert list(first.cells) == [g.label for g in ordered]
+
+
+def test_own_tests_count_before_the_mix_of_classes(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_tests = {"fedavg": [0.9], "lg_fedavg": [0.2], "ditto": []}
+    values = Group.values
+
+    def own(group: Group, key: str) -> list[float]:
+        return on_tests[group.label] if key == "own_test_accuracy" else values(group, key)
+
+    monkeypatch.setattr(Group, "values", own)
+    ordered, by = best_first(three)
+    assert by is not None
+    assert by.key == "own_test_accuracy"
+    assert [g.label for g in ordered] == ["fedavg", "lg_fedavg", "ditto"]
+    assert comparison_table(three).columns[1].header == "own tests [%]"
+
+
+def test_where_there_is_one_model_lines_stay_as_asked_for(tmp_path: Path) -> None:
+    two = compared(tmp_path, "fedprox", "fedavg")
+    assert ([g.label for g in best_first(two)[0]], best_first(two)[1]) == ([g.label for g in two], None)
+    assert said_of_order(None) == ""

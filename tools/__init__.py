@@ -1,0 +1,1 @@
+"""Programs that write what the documents show, and check the house."""
