@@ -276,3 +276,38 @@ def test_a_draw_is_the_inverse_of_the_normal_distribution_at_the_systems_bits(mo
     assert drawn == [64]
     assert found == pytest.approx([secret(w) for w in words], rel=1e-9, abs=1e-12)
     assert max(found) > 9
+
+
+TRAIN = Stage(1, 0, "train", tuple(range(CLIENTS)))
+
+
+def trains_privately(**privacy: float) -> Experiment:
+    own = {"gradient_clip": 0.5, "gradient_noise": 1.0, **privacy}
+    return setting().with_values({"method": "fedavg", "privacy": own}, "test")
+
+
+def trained(site: Clerk, experiment: Experiment, stage: Stage = TRAIN) -> SiteReply:
+    request = asked(experiment, stage)
+    ready = prepare(settle(experiment.with_values({"data.name": "blobs"}, "test")), toys.blobs())
+    return site(replace(request, down=Payload(params=ready.world.initial(0))))
+
+
+def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_keeps_its_budget(
+    there: list[Site], tmp_path: Path
+) -> None:
+    pytest.importorskip("opacus")
+    experiment, sites = trains_privately(), [at(there[0], tmp_path / n) for n in ("one", "two")]
+    first, other = (trained(site, experiment) for site in sites)
+    assert (first.failure, other.failure) == ("", "")
+    assert not any(torch.equal(v, other.up.params[k]) for k, v in first.up.params.items()), "not the run's seed"
+    again = trained(at(there[0], tmp_path / "one"), experiment)
+    assert all(torch.equal(v, again.up.params[k]) for k, v in first.up.params.items()), "the kept answer"
+    changed = replace(asked(experiment, TRAIN), down=Payload(params={k: v + 1 for k, v in first.up.params.items()}))
+    assert "answers no other request for it" in at(there[0], tmp_path / "one")(changed).failure
+    (noted,) = (tmp_path / "one").rglob("noised")
+    assert int(noted.read_text().split(":")[1]) > 0, "its steps"
+
+    tight = trains_privately(epsilon=0.5)
+    refused = trained(at(there[0], tmp_path / "tight"), tight)
+    assert refused.failure.endswith("more steps would cost this site more than privacy.epsilon allows it")
+    assert not refused.up

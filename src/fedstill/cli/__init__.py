@@ -11,6 +11,7 @@ from cyclopts import CycloptsError, UnusedCliTokensError
 
 from fedstill.cli import (
     asking,
+    audit,
     comparisons,
     deploy,
     export,
@@ -29,6 +30,7 @@ from fedstill.errors import FedstillError
 __all__ = [
     "app",
     "asking",
+    "audit",
     "call",
     "comparisons",
     "deploy",

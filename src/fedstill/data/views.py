@@ -81,6 +81,11 @@ class SiteViews:
         shares: list[float] = (counts / counts.sum()).tolist()
         return shares
 
+    def trains_on(self, client: int, stage: str) -> int:
+        """The number of a site's own examples that it does not hold out in a stage."""
+        plan = self.plans.get(stage)
+        return len(self._held_apart(client, self.size(client), plan.validation if plan else 0.0)[0])
+
     def size(self, client: int) -> int:
         """The number of a site's own examples."""
         return len(self.public or ()) if client == SERVER else len(self.parts[client])

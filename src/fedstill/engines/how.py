@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.precision import Precision
+from fedstill.engines.private import Private
 from fedstill.keys import generator, seed_for
 from fedstill.records import Carry, Examples, Plan, Stage, View
 
@@ -26,6 +27,7 @@ class How:
     precision: Precision = "fp32"
     by_epoch: bool = False
     lr_round: int | None = None
+    private: Private | None = None
 
     @property
     def lr(self) -> float:

@@ -15,6 +15,7 @@ from fedstill.engines.cores import workers
 from fedstill.engines.frozen import Teachers, frozen_teachers
 from fedstill.engines.how import How, examples_by_client, many_passes, on_device, stage_generator
 from fedstill.engines.order import epoch_batches
+from fedstill.engines.private import poisson_batches
 from fedstill.engines.step import Batch
 from fedstill.models import contract
 from fedstill.records import Carry, Examples, Tensors, View
@@ -48,10 +49,20 @@ class LoneClient:
         """What its parameters run in."""
         return contract.module(self.view.model)
 
+    def make_teachers(self) -> None:
+        """Build what teachers run in: initial weights cannot be drawn under ``vmap``."""
+        for teacher in frozen_teachers(self.carry.teachers, self.view.model).values():
+            contract.module(teacher.spec, "frozen")
+
     def batches(self) -> Iterator[Batch]:
         """The batches of all epochs, in order."""
         steps, order = 0, stage_generator(self.view.client, self.how, "order")
-        for epoch, indices in enumerate(epoch_batches(len(self.examples), self.how.plan, order, self.device)):
+        size, plan, private = len(self.examples), self.how.plan, self.how.private
+        if private is None:
+            epochs = epoch_batches(size, plan, order, self.device)
+        else:
+            epochs = poisson_batches(size, plan, order, self.device, private.secret)
+        for epoch, indices in enumerate(epochs):
             for i, index in enumerate(indices):
                 steps, last = steps + 1, i + 1 == len(indices)
                 n, done = len(index), ((steps, epoch + 1),)

@@ -4,7 +4,7 @@ parameters out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, as_carried, scores_count
+from fedstill.engines.how import How, as_carried, stage_generator
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
+from fedstill.engines.private import Private, example_gradients, noised_mean
 from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
+from fedstill.engines.tallies import BestEpoch, RunningSums
 from fedstill.keys import seed_for
 from fedstill.models import contract
 from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
@@ -53,6 +55,7 @@ def train(
     precision: Precision = "fp32",
     by_epoch: bool = False,
     lr_round: int | None = None,
+    private: Private | None = None,
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
     view, inputs = as_carried(carry, view, inputs)
@@ -60,7 +63,7 @@ def train(
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
             torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
-        how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round)
+        how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
         (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained
 
@@ -82,8 +85,13 @@ class _Training:
         self.lr = clients.how.lr
         self.optimiser = optimiser(self.plan, list(self.leaves.values()), self.lr)
         module = _in_training_mode(clients.module(), self.plan)
-        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, clients.now)
-        self.sums = _Sums()
+        self.private = clients.how.private
+        self.noise = stage_generator(clients.view.client, clients.how, "noise")
+        now = None if self.private else clients.now  # of single examples, teachers run under vmap
+        if self.private and isinstance(clients, LoneClient):
+            clients.make_teachers()
+        self.networks = Networks(spec, module, clients.tables, clients.how.precision, clients.device, now)
+        self.sums = RunningSums()
         self.kept: dict[int, list[Tensors]] = {}
         self.settles = type(work).settle is not ClientWork.settle
         self.adjusts = type(work).adjust is not ClientWork.adjust
@@ -91,7 +99,7 @@ class _Training:
         self.ascends = type(work).ascend is not ClientWork.ascend
 
     def run(self) -> list[Trained]:
-        best, batch = _Best(self.plan), None
+        best, batch = BestEpoch(self.plan), None
         for batch in self.clients.batches():
             self.step(batch)
             self.keep(batch)
@@ -118,6 +126,9 @@ class _Training:
         x, y = self.clients.inputs(batch)
         of = (x, y, batch.index, batch.rows, batch.mask, batch.epoch)
         params, at = self.params, self.leaves
+        if self.private is not None:
+            self._step_privately(batch, (x, y, batch.index, batch.rows), self.private)
+            return
         if self.looks:
             first = partial(self._objective, self.work.ascend) if self.ascends else None
             params, at = looked_ahead(self.work, self.clients, params, at, first, of)
@@ -130,6 +141,21 @@ class _Training:
         else:
             self._move_only(batch.running)
         self.sums.add(terms, batch)
+
+    def _step_privately(self, batch: Batch, seen: tuple[Tensor, Tensor, Tensor, Tensor], how: Private) -> None:
+        """One step of one client, on noised gradients."""
+
+        def of_one(own: Tensors, *example: Tensor) -> dict[str, Tensor]:
+            objective = partial(self._objective, self.work.terms)
+            return self.clients.each(objective, {**self.params, **own}, *example, None, batch.epoch)
+
+        grads, terms = example_gradients(of_one, self.leaves, seen) if len(batch.index) else ({}, {})
+        size = min(self.plan.batch, len(self.clients.examples))
+        for name, grad in noised_mean(grads, self.leaves, how, size, self.noise).items():
+            self.leaves[name].grad = grad
+        self._move()
+        if terms:
+            self.sums.add({k: v.mean() for k, v in terms.items()}, batch)
 
     def _objective(
         self,
@@ -178,56 +204,6 @@ class _Training:
             )
             for name, leaf in self.leaves.items():
                 leaf.copy_(after[name])
-
-
-@dataclass
-class _Best:
-    """The best epoch so far, and how long ago it was."""
-
-    plan: Plan
-    score: float = float("-inf")
-    params: dict[str, Tensor] = field(default_factory=dict)
-    stale: int = 0
-    scores: list[float] = field(default_factory=list)
-
-    @property
-    def asked(self) -> bool:
-        """Whether the plan does anything with a score: it is not computed for nothing."""
-        return scores_count(self.plan)
-
-    def seen(self, score: float, params: Tensors) -> bool:
-        """Take an epoch's score; True if training should stop."""
-        self.scores.append(score)
-        if score > self.score:
-            self.score, self.params, self.stale = score, trees.clone(params), 0
-        else:
-            self.stale += 1
-        return 0 < self.plan.patience <= self.stale
-
-
-class _Sums:
-    """Running sums of the objective's terms in an epoch, kept as tensors so that no step waits for a number."""
-
-    def __init__(self) -> None:
-        self.terms: dict[str, Tensor] = {}
-        self.counts: int | Tensor = 0
-
-    def add(self, terms: Mapping[str, Tensor], batch: Batch) -> None:
-        """Add a step's terms; those of an epoch before are dropped."""
-        more = {k: v.detach() * batch.sizes for k, v in terms.items()}
-        if isinstance(batch.first, Tensor):
-            zero = torch.zeros((), device=batch.first.device)
-            old = {k: torch.where(batch.first, zero.to(v.dtype), v) for k, v in self.terms.items()}
-            self.counts = torch.where(batch.first, 0, self.counts) + batch.sizes
-        else:
-            old = {} if batch.first else self.terms
-            self.counts = batch.sizes if batch.first else self.counts + batch.sizes
-        self.terms = {k: old[k] + v if k in old else v for k, v in more.items()}
-
-    def means(self, clients: int) -> list[dict[str, float]]:
-        """The mean of each term over the examples of the last epoch, for each client."""
-        by_term = {k: (v / self.counts).reshape(-1).tolist() for k, v in self.terms.items()}
-        return [{k: v[i] for k, v in by_term.items()} for i in range(clients)]
 
 
 def _chosen(running: Tensor, new: Tensor, old: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
+from fedstill.engines.private import Private
 from fedstill.engines.returned import carry_of, report_of, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
 from fedstill.errors import ClientFailed, CorruptFile
@@ -171,7 +172,9 @@ class SerialEngine:
         view, inputs = begun.view, self.sites.inputs
         by_epoch = self.measures.each_epoch(stage) and begun.carry.model is None
         within = self.world.stream.within(stage.round)
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within)
+        own = view.client != SERVER and stage.view == "private"
+        private = Private.of(self.privacy, self.secret) if own else None
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within, private)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:

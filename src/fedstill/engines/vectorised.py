@@ -82,7 +82,7 @@ class VectorisedEngine(PooledEngine):
         clients = [c for c in stage.clients if c in downs]
         plan = self.world.plans.get(stage.name)
         specs = {self.world.model(c) for c in clients}
-        if plan is None or len(clients) < 2 or any(why_not(spec, plan) for spec in specs):
+        if plan is None or len(clients) < 2 or self.privacy.trains or any(why_not(spec, plan) for spec in specs):
             return super().run(work, stage, downs, seed)
         self._set_up(stage)
         by_epoch, within = self.measures.each_epoch(stage), self.world.stream.within(stage.round)

@@ -13,7 +13,7 @@ Reading: the repository has no T^2 on this term; H is taken at temperature 1 thr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -32,6 +32,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class ASD(FedAvg):
     """Adaptive self-distillation from the round's global model, of all or of the not-true classes."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label shares
 
     classes: Literal["all", "not_true"] = "not_true"
     """Which classes are distilled: all, or the not-true ones."""

@@ -36,6 +36,7 @@ from fedstill.work import ClientWork
 class FedAlign(FedAvg):
     """FedAvg with the Lipschitz constants of the last stage, slim and whole, made alike on each client."""
 
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its penalty is of a whole batch
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "slim"})
     plans: ClassVar[Mapping[str, Plan]] = {
         "train": Plan(epochs=20, batch=64, lr=0.01, momentum=0.9, weight_decay=1e-4, clip_norm=10.0)

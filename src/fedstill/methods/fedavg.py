@@ -35,7 +35,7 @@ class FedAvg(Method):
     """Average the models that clients trained on their own data."""
 
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN}
-    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise", "robust_fold"})
+    permits: ClassVar[frozenset[str]] = frozenset({"linear_fold", "central_noise", "robust_fold", "private_training"})
 
     aggregation: Aggregation = "examples"
     """How models are averaged: by numbers of examples, all alike, or so that hostile clients cannot move it far."""

@@ -32,6 +32,8 @@ from fedstill.work import ClientWork
 class FedETF(FedAvg):
     """FedAvg of networks whose last layer is a fixed simplex, with balanced softmax."""
 
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
+
     needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "etf"})
 
     def work(self, stage: Stage) -> ClientWork:

@@ -14,7 +14,7 @@ Reading: n_c are the client's own counts; one implementation takes those of all 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -35,6 +35,8 @@ ABSENT = 100.0
 @dataclass(frozen=True)
 class FedLC(FedAvg):
     """FedAvg with logits lowered by a margin for classes that a client has few examples of."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
 
     margin: NonNegative = 1.0
     """Scale of the margins (tau): a class of n examples has tau n^(-1/4)."""

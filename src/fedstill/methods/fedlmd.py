@@ -13,6 +13,7 @@ over the minority classes other than the label.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedLMD(FedAvg):
     """FedAvg with distillation of the minority classes from the round's global model."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
 
     beta: NonNegative = 1.0
     """Weight of the distillation."""

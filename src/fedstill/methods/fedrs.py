@@ -13,7 +13,7 @@ Reading: its clients train at 0.03 in batches of 64, gradients clipped to 100; h
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedRS(FedAvg):
     """FedAvg whose clients scale down, in training, the logits of classes they have no examples of."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its objective has label counts
 
     alpha: Share = 0.5
     """What the logits of missing classes are multiplied by (alpha); 1 is plain training."""

@@ -11,6 +11,7 @@ Reading: statistics of normalisation take up each batch in the first pass only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedSAM(FedAvg):
     """FedAvg with gradients taken a distance rho further up the client's own loss."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its first pass has no noise
 
     rho: NonNegative = 0.5
     """How far from the parameters the gradient is taken; 0: at them."""

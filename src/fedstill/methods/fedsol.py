@@ -17,7 +17,7 @@ divides by its own norm if Lambda is 1; here nothing is moved before the paramet
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from fedstill.work import ClientWork
 @dataclass(frozen=True)
 class FedSOL(FedAvg):
     """FedAvg with gradients taken a step further away from what the global model says."""
+
+    permits: ClassVar[frozenset[str]] = FedAvg.permits - {"private_training"}  # its first pass has no noise
 
     rho: NonNegative = 1.0
     """How far from the parameters the gradient is taken, at most; 0: at them."""

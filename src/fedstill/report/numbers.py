@@ -114,6 +114,7 @@ COLUMNS = (
         2,
         "training examples found where 1 % of other images are taken for such",
     ),
+    Column("epsilon", "epsilon", "largest", 1, 2, "what the client with the largest has spent in privacy"),
     Column("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
     Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
@@ -166,7 +167,14 @@ def reported(run: Run) -> dict[str, float | None]:
         **best_and_recent(accuracy),
         **local,
         **sums,
+        "epsilon": _most_spent(run.rounds[-1].get("privacy")),
     }
+
+
+def _most_spent(privacy: object) -> float | None:
+    """The largest epsilon of a round's clients; None where nothing was protected, or nothing bounds it."""
+    each = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
+    return max(map(float, each)) if each and None not in each else None
 
 
 OVER_TIME = (

@@ -154,6 +154,7 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     shown = [
         *asked,
         *([] if asked else [*tests, *own, *others]),
+        *(m for m in some if m.key == "epsilon"),
         *(m for m in COLUMNS if m.key == "seconds"),
     ]
     rows = []

@@ -61,18 +61,37 @@ class Privacy:
     """At which delta each client's epsilon is computed."""
     epsilon: Positive | None = None
     """The most that any client may spend; the run stops before an upload that would cost more; unset: no end."""
+    gradient_clip: Positive | None = None
+    """Private training (DP-SGD): the largest norm of one example's gradient; unset: training is as ever."""
+    gradient_noise: NonNegative | None = None
+    """Standard deviation of the noise on each step's sum of gradients, in units of gradient_clip; unset: 1."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
         if self.noise > 0 and not self.clip > 0:
             raise ConfigError(f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the clipping")
-        if self.epsilon is not None and not self.noise > 0:
-            raise ConfigError(f"privacy.epsilon = {self.epsilon} needs privacy.noise: without noise nothing bounds it")
+        if self.gradient_noise is not None and not self.trains:
+            raise ConfigError("privacy.gradient_noise needs privacy.gradient_clip: noise counts in units of it")
+        if self.trains and self.on:
+            raise ConfigError("privacy.clip is for methods that send logits, gradient_clip for models: set one of them")
+        if self.epsilon is not None and not (self.sigma if self.trains else self.noise) > 0:
+            what = "gradient_noise" if self.trains else "noise"
+            raise ConfigError(f"privacy.epsilon = {self.epsilon} needs privacy.{what}: without it nothing bounds it")
 
     @property
     def on(self) -> bool:
         """Whether anything is done."""
         return self.clip > 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether training is private."""
+        return self.gradient_clip is not None
+
+    @property
+    def sigma(self) -> float:
+        """The noise of private training, in units of its clipping."""
+        return 1.0 if self.gradient_noise is None else self.gradient_noise
 
     def protect(self, up: Payload, seed: int | None) -> Payload:
         """An upload with its logits clipped and noised; one without logits as it is.

@@ -28,7 +28,7 @@ OWN = "report"
 
 TAKEN = frozenset(
     {"event", "round", "stage", "name", "client", "examples", "bytes_up", "bytes_down", "refused", "idle"}
-    | {"noised_rows", OWN}
+    | {"noised_rows", "private_steps", "private_rate", OWN}
 )
 """Fields of a client's event in the journal that the server fills in, and no report may."""
 
@@ -178,6 +178,8 @@ def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list
         bad |= COUNTED.keys() & event.keys()
     if not is_count(event.get("noised_rows", 0)):
         bad.add("noised_rows")
+    if not is_count(event.get("private_steps", 0)) or not 0 <= event.get("private_rate", 0.0) <= 1:
+        bad |= {"private_steps", "private_rate"}
     return {k: v for k, v in event.items() if k not in bad}, sorted(bad)
 
 

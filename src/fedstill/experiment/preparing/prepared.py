@@ -31,6 +31,7 @@ from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.hostile import hostile_clients, refuse_hostile
 from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
 from fedstill.experiment.preparing.moments import Moments
+from fedstill.experiment.preparing.private_training import refuse_unprivate
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.sharing import Shared, divided
@@ -122,6 +123,7 @@ def prepare(
     sites = sites_of(settings, world, inputs, shared)
     refuse_misfits(settings, world, sites)
     refuse_hostile(settings, world)
+    refuse_unprivate(settings, world)
     how = resolved(settings, world, len(shared.train))
     return Prepared(how, dataset, world, sites, shared.notes, shared.names, shared.by)
 

@@ -24,6 +24,7 @@ from fedstill.experiment.running.own_tests import OwnTests
 from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.queried import RunQueries
 from fedstill.experiment.running.task_ends import TaskEnds
+from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.metrics import consistency, forgetting
 from fedstill.origin import reason
 from fedstill.raised import as_asked, queries_raised, raises
@@ -58,7 +59,8 @@ class Measuring:
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings.measure)
-        self.budget = Budget.of(self.prepared)
+        trains = settings.privacy.trains
+        self.budget = TrainingBudget.of(self.prepared) if trains else Budget.of(self.prepared)
         self.rounds = settings.measured_in
         self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.hop}
         self.queried = RunQueries(self.prepared)

@@ -12,6 +12,7 @@ from fedstill.census import census_stage
 from fedstill.errors import BudgetSpent
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.method import Method
 from fedstill.records import SERVER, Payload, Reply, Stage, World
 from fedstill.rounds import Engine
@@ -101,7 +102,7 @@ class WithinBudget:
     """An engine that asks nobody for more than the budget has left."""
 
     engine: Engine
-    budget: Budget
+    budget: Budget | TrainingBudget
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies; raises BudgetSpent before any client has begun."""

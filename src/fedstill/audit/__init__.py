@@ -1,0 +1,1 @@
+"""The scorecard: what fedstill promises, measured on the machine where it runs."""

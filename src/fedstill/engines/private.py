@@ -1,0 +1,108 @@
+"""Training whose steps tell little of any one example (DP-SGD): clipped gradients, noise, batches drawn example by
+example."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstill.keys import resident
+from fedstill.records import Plan, Tensors
+from fedstill.wire.privacy import Privacy, secret_normal
+
+
+@dataclass(frozen=True)
+class Private:
+    """How steps are protected. ``clip``: the largest norm of one example's gradient. ``noise``: standard deviation of
+    the noise on their sum, in units of ``clip``. ``secret``: draws that no seed repeats, as on real sites."""
+
+    clip: float
+    noise: float
+    secret: bool = False
+
+    @staticmethod
+    def of(privacy: Privacy, secret: bool) -> Private | None:
+        """What a config asks for; None where training is not protected."""
+        return None if privacy.gradient_clip is None else Private(privacy.gradient_clip, privacy.sigma, secret)
+
+
+def poisson_batches(
+    n: int, plan: Plan, order: torch.Generator, device: torch.device, secret: bool = False
+) -> Iterator[list[Tensor]]:
+    """As ``epoch_batches``, but each step takes each of n examples by itself, with probability ``plan.batch / n``.
+
+    An epoch has as many steps as it would have in batches. A step may take none. secret: ``order`` has no part.
+    """
+    if n == 0:
+        return
+    if secret:
+        order = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
+    per_epoch, rate = -(-n // plan.batch), min(1.0, plan.batch / n)
+    steps = plan.steps or plan.epochs * per_epoch
+    for begin in range(0, steps, per_epoch):
+        draws = [torch.rand(n, generator=order, dtype=torch.float64) < rate for _ in range(begin, begin + per_epoch)]
+        yield [resident(taken.nonzero().flatten(), device) for taken in draws[: steps - begin]]
+
+
+Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
+"""(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its objective."""
+
+
+def example_gradients(
+    objective: Objective, leaves: Tensors, batch: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Each example's gradient by trained entry, (B, ...), and each one's terms (B,).
+
+    batch: inputs, labels, positions and rows, each with a first axis of B >= 1.
+    """
+
+    def one(own: Tensors, *example: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        terms = objective(own, *(part.unsqueeze(0) for part in example))
+        return torch.stack(list(terms.values())).sum(), terms
+
+    own = {k: v.detach() for k, v in leaves.items()}
+    each = torch.func.grad(one, has_aux=True)
+    gradients, terms = torch.func.vmap(each, in_dims=(None, 0, 0, 0, 0))(own, *batch)
+    return gradients, terms
+
+
+def noised_mean(gradients: Tensors, like: Tensors, how: Private, size: float, draws: torch.Generator) -> Tensors:
+    """The sum of clipped gradients, with noise, over ``size``, the number of examples that a step takes on average.
+
+    gradients: (B, ...) by entry, or empty where a step has taken no example; like: the entries. One that is not finite
+    counts as zeros. Source: Abadi et al., "Deep Learning with Differential Privacy" (2016), Algorithm 1.
+    """
+    factor = _factors(gradients, how.clip) if gradients else torch.zeros(0)
+    out = {}
+    for name, entry in like.items():
+        total = torch.zeros(entry.shape, dtype=torch.float64)
+        if gradients:
+            clean = torch.nan_to_num(gradients[name].detach().double(), 0.0, 0.0, 0.0)
+            total = torch.einsum("b,b...->...", factor.to(clean.device), clean).cpu()
+        shape = tuple(entry.shape)
+        drawn = secret_normal(shape) if how.secret else torch.randn(shape, generator=draws, dtype=torch.float64)
+        out[name] = ((total + how.noise * how.clip * drawn) / size).to(entry)
+    return out
+
+
+def _factors(gradients: Tensors, clip: float) -> Tensor:
+    """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after it."""
+    squares = torch.stack([g.detach().double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0)
+    norms = squares.sqrt()
+    return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
+
+
+def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
+    """With which probability a step takes an example of n, and how many steps a stage has.
+
+    >>> rate_and_steps(1000, Plan(epochs=2, batch=50))
+    (0.05, 40)
+    """
+    if n == 0:
+        return 0.0, 0
+    return min(1.0, plan.batch / n), plan.steps or plan.epochs * math.ceil(n / plan.batch)

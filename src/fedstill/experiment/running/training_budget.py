@@ -1,0 +1,92 @@
+"""What private training has cost each client so far; counted in the journal, so that a resumed run goes on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedstill.engines.private import rate_and_steps
+from fedstill.errors import BudgetSpent
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.records import SERVER, Payload, Stage, World
+from fedstill.watch import place
+from fedstill.wire.moments_accountant import training_epsilon
+from fedstill.wire.privacy import Privacy
+
+
+@dataclass
+class TrainingBudget:
+    """Counts each client's noised steps, by the probability with which they took an example.
+
+    ``examples``: how many each client trains on, in a simulation by stage. Of a real site it is what the site says; a
+    client of which nothing is known yet counts as if every step took all of its examples. A stage that failed or was
+    refused counts, too: something may have been sent.
+    """
+
+    privacy: Privacy
+    world: World
+    examples: Mapping[tuple[str, int], int]
+    steps: dict[int, Counter[float]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(prepared: Prepared) -> TrainingBudget:
+        """The budget of a run."""
+        settings, world, sites = prepared.settings, prepared.world, prepared.sites
+        clients = () if settings.on_sites else range(settings.clients)
+        known = {(name, c): sites.trains_on(c, name) for name in settings.plans for c in clients}
+        return TrainingBudget(settings.privacy, world, known)
+
+    def visit(self, stage: Stage, client: int, said: int | None) -> tuple[float, int]:
+        """With which probability a step takes an example, and the steps, of a client that says it has so many."""
+        plan = self.world.plans.get(stage.name)
+        if plan is None or client == SERVER or stage.view != "private":
+            return 0.0, 0
+        n = self.examples.get((stage.name, client), said)
+        return rate_and_steps(plan.batch if n is None else n, plan)
+
+    def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
+        """Note in the clients' events of a stage how many noised steps each took, and their probability."""
+        for event in events:
+            for name in ("private_steps", "private_rate"):
+                event.pop(name, None)
+            if event["client"] in stage.clients and "idle" not in event:
+                rate, steps = self.visit(stage, event["client"], event.get("examples"))
+                event |= {"private_steps": steps, "private_rate": rate} if steps else {}
+        self.count(events)
+
+    def count(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Count what events say."""
+        for event in events:
+            if steps := event.get("private_steps", 0):
+                self.steps.setdefault(event["client"], Counter())[float(event["private_rate"])] += steps
+
+    def spent(self, client: int, rate: float = 0.0, more: int = 0) -> float | None:
+        """A client's epsilon so far, or after more steps; None where nothing bounds it."""
+        steps = self.steps.get(client, Counter()) + Counter({rate: more})
+        return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
+
+    def demand(self, stage: Stage, clients: Sequence[int]) -> None:
+        """Raise BudgetSpent if a stage would cost any of these clients more than ``privacy.epsilon`` in all.
+
+        A real site of which nothing is known yet sees to it itself.
+        """
+        most = self.privacy.epsilon
+        for client in clients if most is not None else ():
+            if not self.examples and client not in self.steps:
+                continue
+            known = max(self.steps.get(client, Counter({1.0: 0})))  # of a real site, the rate that it had
+            rate, steps = self.visit(stage, client, None)
+            after = self.spent(client, rate if self.examples else known, steps)
+            if most is not None and (after is None or after > most):
+                raise BudgetSpent(
+                    f"{place(stage)}: client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more "
+                    f"steps make it {after:.3g}, over privacy.epsilon = {most:g}; nothing of the stage was sent. A new "
+                    "run with fewer rounds or epochs, more noise (gradient_noise) or smaller batches stays below"
+                )
+
+    def told(self) -> dict[str, Any]:
+        """For the event of a round: each client's epsilon so far (None: unbounded) at which delta."""
+        each = [self.spent(client) for client in range(self.world.clients)]
+        return {"privacy": {"epsilon": each, "delta": self.privacy.delta, "covers": "training, by example"}}

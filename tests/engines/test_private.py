@@ -1,0 +1,237 @@
+"""Private training: its steps against the algorithm written out, its draws, its costs, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import toys
+from fedstill import registry
+from fedstill.engines.private import Private, noised_mean, poisson_batches, rate_and_steps
+from fedstill.errors import BudgetSpent, ConfigError, IncompatibleMethod
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
+from fedstill.keys import generator, seed_for
+from fedstill.metrics.epsilon_audit import epsilon_at_least
+from fedstill.plan import Plan
+from fedstill.records import Payload
+from fedstill.wire.moments_accountant import training_epsilon
+from flowers import needs_flower
+from run_bits import assert_same_bits, bits, stopped
+
+pytest.importorskip("opacus")
+
+ON = {"gradient_clip": 0.5, "gradient_noise": 1.0}
+
+
+def private(method: object = "fedavg", *, privacy: dict[str, object] = ON, **changes: object):
+    plan = {"epochs": 2, "batch": 10, "lr": 0.2, **changes.pop("plan", {})}
+    return toys.toy(
+        method, measure=(), **{"rounds": 2, "topology": {"clients": 4}, "privacy": privacy, "plan": plan, **changes}
+    )
+
+
+def test_a_step_is_that_of_the_algorithm_written_out() -> None:
+    """Poisson draws, one gradient an example, clipped, summed, noised, over the batch that is expected."""
+    asked = private(model={"name": "mlp", "hidden": (6,)}, rounds=1, plan={"momentum": 0.9, "weight_decay": 1e-3})
+    ready = prepare(settle(asked), toys.blobs())
+    settings, world = ready.settings, ready.world
+    stage = settings.topology(1, world)[0]
+    start = settings.method.setup(world).params
+    (got, *_) = ready.engine().run(settings.method.work(stage), stage, {0: Payload(params=start)}, world.seed)
+
+    data = ready.sites.view(0, stage).data
+    x, y = ready.sites.inputs.plain(data.values), data.labels
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.ReLU(), nn.Linear(6, toys.CLASSES))
+    for p, value in zip(net.parameters(), start.values(), strict=True):
+        p.data.copy_(value)
+    moving = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+    order = generator(seed_for(world.seed, 1, 0, 0, "order"))
+    noise = generator(seed_for(world.seed, 1, 0, 0, "noise"))
+    rate = 10 / len(y)
+    for _ in range(2 * math.ceil(len(y) / 10)):
+        taken = (torch.rand(len(y), generator=order, dtype=torch.float64) < rate).nonzero().flatten()
+        sums = [torch.zeros(p.shape, dtype=torch.float64) for p in net.parameters()]
+        for i in taken:
+            net.zero_grad()
+            nn.functional.cross_entropy(net(x[i : i + 1]), y[i : i + 1]).backward()
+            each = [p.grad.double() for p in net.parameters()]
+            size = math.sqrt(sum(float((g**2).sum()) for g in each))
+            sums = [s + g * min(1.0, 0.5 / size) for s, g in zip(sums, each, strict=True)]
+        for p, s in zip(net.parameters(), sums, strict=True):
+            drawn = torch.randn(p.shape, generator=noise, dtype=torch.float64)
+            p.grad = ((s + 0.5 * drawn) / 10).float()
+        moving.step()
+    for p, value in zip(net.parameters(), got.up.params.values(), strict=True):
+        torch.testing.assert_close(value, p.data, rtol=1e-4, atol=1e-5)
+
+
+def test_without_noise_and_with_a_wide_clip_a_full_batch_is_plain_training() -> None:
+    wide = {"gradient_clip": 1e6, "gradient_noise": 0.0}
+    each = []
+    for privacy in (wide, {}):
+        ready = prepare(settle(private(privacy=privacy, rounds=1, plan={"batch": 1000})), toys.blobs())
+        stage = ready.settings.topology(1, ready.world)[0]
+        start = ready.settings.method.setup(ready.world).params
+        work = ready.settings.method.work(stage)
+        each.append(ready.engine().run(work, stage, {0: Payload(params=start)}, ready.world.seed)[0].up.params)
+    for k, value in each[1].items():
+        torch.testing.assert_close(each[0][k], value, rtol=1e-4, atol=1e-6)
+
+
+def test_poisson_batches_take_each_example_by_itself() -> None:
+    plan = Plan(epochs=200, batch=20)
+    epochs = list(poisson_batches(50, plan, generator(1), torch.device("cpu")))
+    assert [len(e) for e in epochs] == [3] * 200
+    sizes = np.array([len(b) for e in epochs for b in e])
+    assert sizes.mean() == pytest.approx(20, abs=1)
+    assert sizes.var() == pytest.approx(50 * 0.4 * 0.6, rel=0.3), "binomial, not fixed"
+    assert list(poisson_batches(0, plan, generator(1), torch.device("cpu"))) == []
+    assert rate_and_steps(50, Plan(epochs=0, steps=7, batch=20)) == (0.4, 7)
+    assert [len(e) for e in poisson_batches(50, Plan(steps=7, batch=20), generator(1), torch.device("cpu"))] == [
+        3,
+        3,
+        1,
+    ]
+    secret = [next(poisson_batches(50, plan, generator(1), torch.device("cpu"), secret=True)) for _ in range(2)]
+    assert any(not torch.equal(a, b) for a, b in zip(*secret, strict=True)), "on a real site no seed repeats them"
+
+
+def test_no_example_moves_a_step_by_more_than_its_clip() -> None:
+    grads = {"w": torch.tensor([[3.0, 4.0], [0.03, 0.04], [math.nan, 1.0], [math.inf, 0.0]])}
+    still = noised_mean(grads, {"w": torch.zeros(2)}, Private(0.5, 0.0), 1.0, generator(0))["w"]
+    torch.testing.assert_close(still, torch.tensor([0.3 + 0.03, 0.4 + 0.04]))
+    nothing = noised_mean({}, {"w": torch.zeros(1000)}, Private(0.5, 2.0), 4.0, generator(0))["w"]
+    assert float(nothing.std()) == pytest.approx(0.5 * 2.0 / 4.0, rel=0.1), "a step without examples is noise"
+
+
+PERMITTED = [
+    n
+    for n in registry.names("method")
+    if not n.startswith("toy_") and "private_training" in registry.lookup("method", n).build().permits
+]
+
+
+@pytest.mark.parametrize("name", PERMITTED)
+def test_every_method_that_permits_it_trains_and_reads_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Label counts, shares, logits and features of the site's own data are closed while it works."""
+    from fedstill.records import View
+
+    changes = toys.suited(name)
+    topology = {**changes.pop("topology", {}), "clients": 4}
+    ready = prepare(settle(private(name, **{**changes, "topology": topology})), toys.blobs())
+    engine, method, world = ready.engine(), ready.settings.method, ready.world
+    view = engine.sites.view
+
+    def closed(client: int, stage):
+        seen = view(client, stage)
+        monkeypatch.setattr(View, "proportions", property(lambda _: pytest.fail("label shares are read")), raising=True)
+        for reads in ("logits", "features", "gradients"):
+            monkeypatch.setattr(View, reads, lambda *_, **__: pytest.fail("a pass over its data"), raising=True)
+        object.__setattr__(seen, "counts", None)
+        return seen
+
+    monkeypatch.setattr(engine.sites.__class__, "view", lambda _, client, stage: closed(client, stage))
+    stage = next(s for s in ready.settings.topology(1, world) if len(s.clients) > 1)
+    state = method.open(method.setup(world), ready.settings.topology(1, world), world)
+    downs = {c: method.down(state, c, stage, world) for c in stage.clients}
+    replies = engine.run(method.work(stage), stage, downs, world.seed)
+    assert [r.failure for r in replies] == [""] * len(replies)
+    assert set(replies[0].up) <= {"params"}
+
+
+@pytest.mark.parametrize(
+    "name", ["fedlc", "fedrs", "fedsam", "fedadkd", "scaffold", "ccvr", "fedcurv", "dsfl", "feddbe"]
+)
+def test_others_refuse_at_the_start(name: str) -> None:
+    with pytest.raises((IncompatibleMethod, ConfigError), match=f"privacy.gradient_clip with method {name}"):
+        prepare(settle(private(name, **{"topology": {"clients": 4}, **toys.suited(name)})), toys.blobs())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"plan": {"validation": 0.2, "patience": 2}}, "plan.patience or plan.keep is set"),
+        ({"privacy": {"gradient_noise": 1.0}}, "privacy.gradient_noise needs privacy.gradient_clip"),
+        ({"privacy": {**ON, "gradient_noise": 0.0, "epsilon": 1.0}}, "needs privacy.gradient_noise"),
+        ({"privacy": {**ON, "clip": 1.0}}, "set one of them"),
+        ({"engine": "vectorised"}, "set engine = 'pooled'"),
+        ({"topology": {"clients": 4, "last": "ridge"}}, "stage 'ridge' sends what has no noise"),
+    ],
+)
+def test_what_would_tell_more_is_one_clear_line(changes: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        prepare(settle(private(**changes)), toys.blobs())
+
+
+def test_epsilon_is_that_of_other_accountants() -> None:
+    """At sampling of all it is the Gaussian mechanism, whose epsilon is exact; Rényi orders give a bound above it."""
+    from opacus.accountants import PRVAccountant
+
+    from fedstill.wire.privacy import gaussian_epsilon
+
+    for noise, steps in ((2.0, 1), (10.0, 40), (50.0, 10)):
+        exact = gaussian_epsilon(noise / math.sqrt(steps), 1e-5)
+        bound = training_epsilon(noise, {1.0: steps}, 1e-5)
+        assert exact <= bound <= 1.3 * exact
+    for noise, rate, steps in ((1.0, 0.1, 100), (1.5, 0.3, 40), (0.8, 0.02, 500)):
+        other = PRVAccountant()
+        other.history = [(noise, rate, steps)]
+        tight, bound = other.get_epsilon(1e-5), training_epsilon(noise, {rate: steps}, 1e-5)
+        assert tight <= bound <= 1.35 * tight
+    assert training_epsilon(1.0, {}, 1e-5) == 0.0
+    assert training_epsilon(0.0, {0.5: 1}, 1e-5) is None
+    parts = training_epsilon(1.0, {0.1: 60, 0.3: 5}, 1e-5)
+    assert parts > training_epsilon(1.0, {0.1: 60}, 1e-5)
+
+
+def test_a_canary_shows_no_more_than_is_claimed() -> None:
+    """One step on half of a data set, with and without an example whose gradient is as large as it may be."""
+    how, steps = Private(1.0, 1.0), 1000
+    rest, canary = torch.zeros(3, 4), torch.tensor([[50.0, 0, 0, 0]])
+    seen = [
+        np.array(
+            [float(noised_mean({"w": grads}, {"w": torch.zeros(4)}, how, 1.0, generator(s))["w"][0]) for s in seeds]
+        )
+        for grads, seeds in ((torch.cat([rest, canary]), range(steps)), (rest, range(steps, 2 * steps)))
+    ]
+    claim = training_epsilon(1.0, {1.0: 1}, 1e-3)
+    assert claim * 0.2 < epsilon_at_least(*seen, 1e-3) < claim
+
+
+def test_the_budget_is_kept_and_resumed(tmp_path: Path) -> None:
+    whole = run(private(), tmp_path / "whole", data=toys.blobs())
+    events = read_journal(tmp_path / "whole" / "journal.jsonl")
+    after = [e["privacy"]["epsilon"] for e in events if e["event"] == "round"]
+    assert whole.summary["privacy"] == {"epsilon": after[1], "delta": 1e-5, "covers": "training, by example"}
+    for client, n in enumerate(len(p) for p in prepare(settle(private()), toys.blobs()).sites.parts):
+        steps = math.ceil(n / 10) * 2
+        assert [row[client] for row in after] == [
+            training_epsilon(1.0, {min(1, 10 / n): k * steps}, 1e-5) for k in (1, 2)
+        ]
+    resume(stopped(private(), tmp_path / "cut", stages=1), data=toys.blobs())
+    assert_same_bits(bits(tmp_path / "cut"), bits(tmp_path / "whole"))
+    limit = (max(after[0]) + max(after[1])) / 2
+    asked = private(privacy={**ON, "epsilon": limit})
+    with pytest.raises(BudgetSpent, match=r"round 2, stage 'train': client \d has spent"):
+        run(asked, tmp_path / "short", data=toys.blobs())
+    with pytest.raises(BudgetSpent, match="round 2"):
+        resume(tmp_path / "short", data=toys.blobs())
+
+
+@needs_flower
+def test_over_flower_it_has_the_same_bits(tmp_path: Path) -> None:
+    run(private("fedntd"), tmp_path / "here", data=toys.blobs())
+    run(private("fedntd", engine="flower"), tmp_path / "there", data=toys.blobs())
+    here, there = (
+        [e["class_accuracy"] for e in read_journal(tmp_path / n / "journal.jsonl") if e["event"] == "round"]
+        for n in ("here", "there")
+    )
+    assert here == there

@@ -1,0 +1,110 @@
+"""The scorecard: its rows measure what they say, notice what is broken, and are written down."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedstill.audit import hostile_replies, stopping_runs
+from fedstill.audit.attacks_and_privacy import bad_configs, canary, epsilons
+from fedstill.audit.scorecard import ELSEWHERE, ROWS, all_passed, audited, chosen_rows, write_scorecard
+from fedstill.audit.trials import PromiseRow, Trials
+from fedstill.cli import call
+from fedstill.errors import CorruptFile, UnknownName
+from fedstill.wire.privacy import Privacy
+
+pytest.importorskip("opacus")
+
+
+def test_every_row_has_one_home() -> None:
+    ids = [row.id for row in ROWS]
+    assert len(set(ids)) == len(ids)
+    assert not set(ids) & set(ELSEWHERE)
+    assert {*ids, *ELSEWHERE} == {f"R{i}" for i in range(1, 7)} | {f"S{i}" for i in range(1, 7)} | {
+        f"P{i}" for i in range(1, 5)
+    } | {"Q1", "Q2"}
+    assert all(0 < row.quick < row.whole for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("probe", "trials"),
+    [
+        (hostile_replies.poisoned, 17),
+        (hostile_replies.absent, 5),
+        (hostile_replies.repeated, 3),
+        (hostile_replies.diverging, 3),
+        (stopping_runs.damage, 5),
+        (bad_configs, 40),
+        (epsilons, 5),
+    ],
+)
+def test_a_row_passes_here(probe, trials: int) -> None:
+    measured = probe(trials)
+    assert measured.says == ()
+    assert measured.passed == measured.trials >= trials
+
+
+def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstill.wire.screen._wild", lambda *_: "")
+    says = hostile_replies.poisoned(17).says
+    assert any("NaN: it ended the round: Diverged" in line for line in says)
+
+
+def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = torch.randn
+    assert canary(1.0)[1] < canary(1.0)[0]
+    monkeypatch.setattr("fedstill.wire.privacy.torch.randn", lambda *a, **k: drawn(*a, **k) / 4)
+    assert canary(1.0)[1] > canary(1.0)[0]
+    assert Privacy(clip=1.0, noise=1.0).sigma == 1.0
+
+
+def test_a_checkpoint_that_is_loaded_damaged_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object) -> None:
+        raise KeyError("layer")
+
+    monkeypatch.setattr(stopping_runs, "resume", crash)
+    assert "not a named error: KeyError" in stopping_runs.damage(1).says[0]
+
+    def named(*_: object) -> None:
+        raise CorruptFile("by name")
+
+    monkeypatch.setattr(stopping_runs, "resume", named)
+    assert stopping_runs.damage(1) == Trials(1, 1)
+
+
+@pytest.mark.slow
+def test_killed_runs_resume_to_the_same_bits() -> None:
+    assert stopping_runs.kills(4) == Trials(4, 4)
+
+
+def test_rows_are_chosen_by_id_and_others_name_their_command() -> None:
+    assert [row.id for row in chosen_rows(["s1", "R4"])] == ["S1", "R4"]
+    assert chosen_rows([]) == list(ROWS)
+    with pytest.raises(UnknownName, match=r"measured by: python -m pytest tests/test_no_pickle.py"):
+        chosen_rows(["S3"])
+    with pytest.raises(UnknownName, match="unknown row 'Z9'"):
+        chosen_rows(["Z9"])
+
+
+def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
+    row = PromiseRow("R4", "a <promise>", "a trial", lambda n: Trials(n, n - 1, ("one & only",)), 2, 9)
+    told = audited([row], True, lambda _: None)
+    assert not all_passed(told)
+    page = write_scorecard(told, tmp_path / "card").read_text()
+    written = json.loads((tmp_path / "card" / "audit.json").read_text())
+    assert written == told
+    assert written["rows"][0]["command"] == "fedstill audit R4 --quick"
+    assert "a &lt;promise&gt;" in page
+    assert "one &amp; only" in page
+    assert "P2" in page
+
+
+def test_the_command_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["audit", "S4", "--quick", "--out", str(tmp_path / "card")]) == 0
+    out = capsys.readouterr().out
+    assert "fedstill audit S4 --quick" in out
+    assert (tmp_path / "card" / "audit.html").is_file()
+    assert call(["audit", "Z9", "--quick"]) == 2
