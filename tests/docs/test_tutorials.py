@@ -16,7 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.ipynb"))
-ON_DATA = {"heart_disease": "heart_disease", "activity": "har", "news": "ag_news-small"}
+ON_DATA = {
+    "heart_disease": "heart_disease",
+    "activity": "har",
+    "news": "ag_news-small",
+    "blood_over_years": "pbc_blood28",
+}
 """Tutorials, and the folder of FEDSTILL_DATA that each needs."""
 
 pyplot = pytest.importorskip("matplotlib.pyplot")

@@ -4,12 +4,18 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from fedstill.experiment.ranking.scoring import Score
+from fedstill.experiment.ranking.suites import load_suite
 from fedstill.report.page import write_page
+from fedstill.report.ranking_page import write_ranking_page
+from fedstill.report.standings import RankedRow, standings
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +94,32 @@ def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: P
     browser.execute_script(choose)
     assert browser.execute_script(shown) != mean
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(browser: Any, tmp_path: Path, width: int) -> None:
+    suite = load_suite("digits-space")
+    draw = np.random.default_rng(0)
+    scores = {
+        name: {
+            (c, s): Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for c in suite.columns(name) for s in range(5)
+        }
+        for name, a in zip(("FedAvg", "FedNTD", "joint"), draw.uniform(0.4, 0.8, 3), strict=True)
+    }
+    one = standings(suite, [RankedRow(name, own) for name, own in scores.items()])
+    page = write_ranking_page([one], tmp_path / "index.html")
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    opened(browser, page)
+    assert browser.execute_script("return document.querySelectorAll('.main-svg .subplot.xy').length") == 2
+    assert browser.execute_script("return document.documentElement.scrollWidth") <= width
+    table = "document.querySelector('table.sortable')"
+    column = f"return [...{table}.tBodies[0].rows].map((r) => r.cells[4].textContent)"
+    click = f"{table}.tHead.rows[0].cells[4].querySelector('button').click()"
+    browser.execute_script(click)
+    down = browser.execute_script(column)
+    assert [float(v) for v in down] == sorted(map(float, down), reverse=True)
+    browser.execute_script(click)
+    assert browser.execute_script(column) == down[::-1]
+    assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
+    assert requests(browser) == [page.as_uri()]

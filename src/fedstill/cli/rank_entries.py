@@ -1,4 +1,4 @@
-"""The commands of the ranking that read entries: rank check, rank page."""
+"""The commands of the ranking that read entries, and the map of a method: rank check, rank page, rank map."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Jobs, Quiet, say
+from fedstill.cli.app import Grid, Jobs, Quiet, say
 from fedstill.cli.rank import RUNS, doing, rank
 
 Times = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
@@ -80,3 +80,46 @@ def rank_page(*entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool
     print(write_ranking_page(standing, out / "index.html"))
     print("\n".join(map(str, write_ranking_files(standing, out))))
     return int(bool(left_out))
+
+
+@rank.command(name="map")
+def rank_map(
+    method: str,
+    *,
+    tier: str = "digits",
+    grid: Grid = (),
+    out: Path | None = None,
+    jobs: Jobs = None,
+    quiet: Quiet = False,
+) -> int:
+    """Show where a method helps: its gain over FedAvg, cell by cell, with the fields that it ships with.
+
+    Cells are four splits x three numbers of local epochs x three numbers of clients a round, on three seeds. The same
+    command goes on where it was stopped.
+
+    Args:
+        method: A row of the suite TIER-space, by its name or its method's, e.g. fedntd.
+        tier: digits (minutes a method) or small (hours).
+        grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
+        out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset, one under runs/rank.
+        jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
+    """
+    from fedstill.experiment.config.overrides import parse_grid
+    from fedstill.experiment.ranking.competing import suite_at
+    from fedstill.experiment.ranking.entries import slug
+    from fedstill.experiment.ranking.suites import load_suite, suite_names
+    from fedstill.experiment.ranking.where import AXES, grid_of
+    from fedstill.report import terminal
+    from fedstill.report.where_it_helps import cell_table, write_map
+
+    (name,) = suite_names(tier, "space")
+    suite = suite_at(load_suite(name), RUNS)
+    row = suite.row_named(method)
+    folder = out or RUNS / f"map-{tier}"
+    with doing(folder, jobs, quiet) as do:
+        drawn = grid_of(suite, row, parse_grid(grid) or AXES, folder / "runs", do)
+    terminal.console().print(terminal.table(*cell_table(drawn), words=1))
+    print(f"\n{drawn.summary}")
+    print("\n".join(map(str, write_map(drawn, folder / slug(row)))))
+    return 0

@@ -16,6 +16,9 @@ from fedstill.report.ranking_figures import rank_figure, scatter, task_matrix
 from fedstill.report.ranking_files import about, cell_lines, joined, standing_head, standing_lines
 from fedstill.report.standings import Standings
 
+AGREEMENT = "agreement"
+"""The section on how far tiers agree; the others have their suites' names."""
+
 TITLE = "The ranking: who forgets, and who learns"
 
 MEANS = (
@@ -68,7 +71,7 @@ def _section(one: Standings) -> Html:
         sentence(f"{about(one)} Version {suite.version} of {suite.name}."),
         html_table([head[1], head[0], *head[2:]], lines, "numbers wide sortable"),
         *missing,
-        grid(drawn),
+        grid(drawn, "top"),
         *groups,
         folded("By column", html_table(*cell_lines(one), "numbers wide sortable")),
         *_matrices(one),
@@ -119,4 +122,4 @@ def agreement(every: Sequence[Standings]) -> Iterator[Html]:
             lines.append([track, names, str(len(both)), f"{tau:.2f}", f"{p:.3f}"])
     if lines:
         head = ["track", "tiers", "methods in both", "Kendall's tau", "p"]
-        yield section("Do the tiers agree?", html_table(head, lines, "numbers"), name="agreement")
+        yield section("Do the tiers agree?", html_table(head, lines, "numbers"), name=AGREEMENT)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstill.experiment.ranking.entries import Entered, run_place
+from fedstill.experiment.ranking.entries import Entered, rounds_of, run_place
 from fedstill.experiment.ranking.scoring import Score, score_of, task_rows
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
 from fedstill.experiment.run_directory.journal import read_journal
@@ -116,9 +116,8 @@ class Standings:
 
 def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:
     """The scores of an entry's runs; the suite has its row."""
-    runs = suite.recipe.variants([(entry.row, c) for c in suite.columns(entry.row)], TEST_SEEDS[:1], {}, entry.folder)
-    asked = {run.label.rpartition(" | ")[2]: run.settings.rounds for run in runs}
-    scores = {(c, s): score_of(entry.run(c, s), n) for c, n in asked.items() for s in TEST_SEEDS}
+    places = [(c, s) for c in suite.columns(entry.row) for s in TEST_SEEDS]
+    scores = {(c, s): score_of(entry.run(c, s), rounds_of(entry.run(c, s))) for c, s in places}
     diverged = {(c, s): entry.diverged[run_place(c, s)] for c, s in scores if run_place(c, s) in entry.diverged}
     ends = {(c, s): task_rows(read_journal(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
     tasks = {run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own}

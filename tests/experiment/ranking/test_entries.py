@@ -62,7 +62,7 @@ def test_it_holds_no_times_but_the_processors(entry: Entered) -> None:
     lines = (entry.run("uneven", 0) / "journal.jsonl").read_text().splitlines()
     keys = {key for line in lines for key in json.loads(line) if key.startswith("seconds")}
     assert keys == {"seconds_cpu"}
-    assert not list(entry.folder.rglob("*.safetensors"))
+    assert {p.name for p in entry.folder.rglob("*.safetensors")} == {"split.safetensors"}
 
 
 def test_a_changed_key_is_refused(entry: Entered) -> None:
@@ -80,7 +80,7 @@ def test_a_missing_seed_is_refused(entry: Entered) -> None:
     for path in (entry.folder / RUN).iterdir():
         path.unlink()
     (wrong,) = refusals(entry.folder)
-    assert wrong == f"seeds and columns are complete: {RUN}/config.toml is missing (3 files in all)"
+    assert wrong == f"seeds and columns are complete: {RUN}/config.toml is missing (4 files in all)"
 
 
 def test_a_seed_more_is_refused(entry: Entered) -> None:
@@ -143,6 +143,11 @@ def test_another_split_than_the_one_that_is_drawn_here_is_refused(entry: Entered
     text = (entry.folder / RUN / "journal.jsonl").read_text()
     sha = json.loads(text.splitlines()[0])["split"]["sha256"]
     rewritten(entry, f"{RUN}/journal.jsonl", sha, "0" * 64)
+    assert f"{RUN}/split.safetensors is not the split that the journal names" in refusals(entry.folder)[0]
+    other = (entry.folder / "uneven" / "seed4" / "split.safetensors").read_bytes()
+    (entry.folder / RUN / "split.safetensors").write_bytes(other)
+    told(entry, lambda tree: tree["digests"].__setitem__(f"{RUN}/split.safetensors", digest(other)))
+    rewritten(entry, f"{RUN}/journal.jsonl", "0" * 64, digest(other))
     assert refusals(entry.folder)[0].startswith("splits, tasks and clients of rounds are what is drawn here: " + RUN)
 
 

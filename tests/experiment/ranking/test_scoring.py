@@ -23,9 +23,11 @@ from fedstill.experiment.ranking.checking import checked_entry
 from fedstill.experiment.ranking.choosing import choice_of
 from fedstill.experiment.ranking.competing import choose_fields, compete, newcomer, rehearse, suite_at
 from fedstill.experiment.ranking.entries import Entered, read_entry
+from fedstill.experiment.ranking.replaying import replayed
 from fedstill.experiment.ranking.scoring import matrix_of, score_of
 from fedstill.experiment.ranking.suites import Suite
 from fedstill.experiment.run_directory.journal import read_journal, without_times
+from fedstill.files import digest
 
 
 def journal(folder: Path, events: Sequence[dict[str, Any]]) -> Path:
@@ -193,8 +195,13 @@ def test_a_newcomers_method_is_entered_and_checked_without_its_file_being_execut
     (entry.folder / "mine.py").write_text("raise SystemExit('executed')\n" + NEWCOMER)
     wrong = [line.wrong for line in checked_entry(read_entry(entry.folder)) if not line.good]
     assert wrong == ["mine.py is not the file that was entered: its SHA-256 is another"]
-    (entry.folder / "mine.py").write_text(NEWCOMER)
-    assert all(line.good for line in checked_entry(read_entry(entry.folder)))
+    executed = "raise SystemExit('executed')\n" + NEWCOMER
+    told = (entry.folder / "entry.toml").read_text().replace(entry.digests["mine.py"], digest(executed.encode()))
+    (entry.folder / "entry.toml").write_text(told)
+    assert [line.wrong for line in checked_entry(read_entry(entry.folder)) if not line.good] == []
+    assert not list(entry.folder.rglob("__pycache__"))
+    with pytest.raises(ConfigError, match="executed"):
+        list(replayed(read_entry(entry.folder), [("even", 0)], tiny_ranking.do))
 
 
 def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(suite: Suite, tmp_path: Path) -> None:

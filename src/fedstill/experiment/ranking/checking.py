@@ -19,9 +19,10 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import read_data
 from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, run_place
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest
 from fedstill.registry import names
 
@@ -39,9 +40,10 @@ class Finding:
         return not self.wrong
 
 
-def suite_of(entry: Entered) -> Suite:
+def suite_of(entry: Entered, file: Path | None = None) -> Suite:
     """The suite of an entry, with the entry's own row where the suite does not have it.
 
+    ``file``: where the method's own file is to be executed from; without it FedAvg stands in for such a method.
     Raises CorruptFile for another suite or version than this fedstill has, or a row that the suite has otherwise.
     """
     try:
@@ -54,13 +56,14 @@ def suite_of(entry: Entered) -> Suite:
         )
     if entry.row in suite.recipe.rows:
         if entry.file or entry.method != suite.method(entry.row)["name"]:
-            method = suite.method(entry.row)["name"]
-            raise CorruptFile(f"{entry.folder / ENTRY}: {entry.row} is the method {method} in {suite.name}")
+            known = suite.method(entry.row)["name"]
+            raise CorruptFile(f"{entry.folder / ENTRY}: {entry.row} is the method {known} in {suite.name}")
         return suite
     if not entry.file and entry.method not in names("method"):
         raise CorruptFile(f"{entry.folder / ENTRY}: {entry.method!r} is no method of the package, and has no file")
+    method = "fedavg" if entry.file and file is None else str(file or entry.method)
     try:
-        return suite.with_row(entry.row, str(entry.folder / entry.file) if entry.file else entry.method, entry.tries)
+        return suite.with_row(entry.row, method, entry.tries)
     except ConfigError as error:
         raise CorruptFile(f"{entry.folder / ENTRY}: {error}") from error
 
@@ -159,9 +162,11 @@ def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
 def _broken_journals(entry: Entered, suite: Suite) -> str:
     for place in _places(entry, suite):
         path = entry.folder / place / "journal.jsonl"
-        events, asked = read_journal(path), _rounds(entry.folder / place)
+        events, asked = read_journal(path), rounds_of(entry.folder / place)
         if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
             return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
+        if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
+            return f"{place}/{SPLIT} is not the split that the journal names"
         numbers = [e["round"] for e in events if e["event"] == "round"]
         whole = numbers == list(range(1, asked + 1))
         short = place in entry.diverged and numbers == list(range(1, len(numbers) + 1))
@@ -170,10 +175,6 @@ def _broken_journals(entry: Entered, suite: Suite) -> str:
         if why := contradiction(events):
             return f"{place}/journal.jsonl, {why}"
     return ""
-
-
-def _rounds(folder: Path) -> int:
-    return int(tomllib.loads((folder / "config.toml").read_text())["rounds"])
 
 
 def _other_summaries(entry: Entered, suite: Suite) -> str:

@@ -4,7 +4,7 @@
 NAME/
   entry.toml            suite and version, method, fields chosen and the scores they were chosen by, software, digests
   METHOD.py             where the method is not in the package
-  COLUMN/seedN/         config.toml, journal.jsonl, summary.json of each run
+  COLUMN/seedN/         config.toml, journal.jsonl, split.safetensors and summary.json of each run
 ```
 
 An entry from elsewhere is data: it is read with limits, and nothing in it is executed here.
@@ -28,11 +28,12 @@ from fedstill.experiment.ranking.choices import Choice, read_choice
 from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.journal import without_times
+from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.experiment.running.provenance import software
 from fedstill.files import digest, make_folder, write_whole
 
 ENTRY = "entry.toml"
-RUN_FILES = ("config.toml", "journal.jsonl", "summary.json")
+RUN_FILES = ("config.toml", "journal.jsonl", "summary.json", SPLIT)
 
 LARGEST = 32 << 20
 """Bytes of the largest file that an entry may hold."""
@@ -93,6 +94,14 @@ def run_place(column: str, seed: int) -> str:
     return f"{slug(column)}/seed{seed}"
 
 
+def rounds_of(folder: Path) -> int:
+    """How many rounds a run of an entry was to have, as its config says; raises CorruptFile."""
+    try:
+        return int(tomllib.loads((folder / "config.toml").read_text())["rounds"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptFile(f"{folder / 'config.toml'} cannot be read: {error}") from error
+
+
 def slug(name: str) -> str:
     """A name as a folder's.
 
@@ -143,7 +152,7 @@ def column_of(one: Ended) -> str:
 
 def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     """A run's files as an entry holds them: without times other than the processor's."""
-    yield "config.toml", (folder / "config.toml").read_bytes()
+    yield from ((name, (folder / name).read_bytes()) for name in ("config.toml", SPLIT))
     lines = (folder / "journal.jsonl").read_bytes().split(b"\n")[:-1]
     yield (
         "journal.jsonl",

@@ -14,8 +14,9 @@ from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest, make_folder, write_whole
 
-EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT})
-"""The files that are packed: what was asked for, what happened, the numbers at the end, and who had which data.
+EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
+"""The files that are packed: what was asked for, what happened, the numbers at the end, who had which data, and what
+an entry of the ranking says of its runs.
 
 Models and pages are not."""
 

@@ -1,0 +1,110 @@
+"""The map of a method: a page with a panel for each value of the last axis, runs as CSV, cells as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedstill.experiment.ranking.scoring import NUMBERS
+from fedstill.experiment.ranking.where import Grid, MapCell
+from fedstill.files import make_folder, write_whole
+from fedstill.report.figures import Figure, layout
+from fedstill.report.markup import Html, escape, figure, grid, html_table, section, sentence
+from fedstill.report.page import document
+from fedstill.report.table_files import csv_text, markdown
+
+PARTS = ("map-of-gains", "map-cells")
+"""The sections of the page."""
+
+GAINS = ((0.0, "#b2182b"), (0.5, "#f7f7f7"), (1.0, "#2166ac"))
+"""Red hurts, blue helps."""
+
+SAYS = (
+    "Colour and number are the gain over FedAvg in points, the mean over seeds paired by seed: blue helps, red hurts."
+    " A ~ stands where seeds disagree. Below it FedAvg's own accuracy: where nothing is lost, nothing is to be won."
+)
+
+
+def write_map(one: Grid, folder: Path) -> list[Path]:
+    """Write index.html, map.csv (a line a run) and map.md; the paths."""
+    make_folder(folder)
+    head, lines = cell_table(one)
+    texts = {
+        "index.html": _page(one),
+        "map.csv": csv_text(*_run_lines(one)),
+        "map.md": f"{one.summary}.\n\n{markdown(head, lines)}",
+    }
+    for name, text in texts.items():
+        write_whole(folder / name, text.encode())
+    return [folder / name for name in texts]
+
+
+def cell_table(one: Grid) -> tuple[list[str], list[list[str]]]:
+    """A line a cell: its values, the gain, the range over seeds, and FedAvg's accuracy and what it kept."""
+    head = [*one.axes, "gain [points]", "least and most", "FedAvg [%]", "FedAvg kept [%]"]
+    return head, [[*map(str, cell.values.values()), *_numbers(cell)] for cell in one.cells]
+
+
+def _numbers(cell: MapCell) -> list[str]:
+    low, high = min(cell.gains), max(cell.gains)
+    accuracy, kept = (fmean(getattr(s, n) for s in cell.theirs.values()) for n in ("accuracy", "kept"))
+    ends = f"{100 * low:+.1f} to {100 * high:+.1f}"
+    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * accuracy:.1f}", f"{100 * kept:.1f}"]
+
+
+def _run_lines(one: Grid) -> tuple[list[str], list[list[str]]]:
+    lines = []
+    for cell in one.cells:
+        for who, scores in ((one.row, cell.ours), ("FedAvg", cell.theirs)):
+            for seed, score in scores.items():
+                values = [*map(str, cell.values.values())]
+                lines.append([who, *values, str(seed), *("" if v != v else repr(v) for v in score.table.values())])
+    return ["method", *one.axes, "seed", *NUMBERS], lines
+
+
+def _page(one: Grid) -> str:
+    title = f"Where {one.row} helps"
+    keys = list(one.axes)
+    panels = list(one.axes[keys[2]]) if len(keys) > 2 else [None]
+    drawn = []
+    for value in panels:
+        cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
+        name = "" if value is None else f"{keys[2]} = {value}"
+        drawn.append(figure([_panel(one, cells)], f"{name} {SAYS}", Html(escape(name or title)), "map"))
+    shown = section("Gain over FedAvg", sentence(SAYS), grid(drawn, "small"), name=PARTS[0])
+    table = section("All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1])
+    head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}.</p></header>"
+    return document(title, f"{head}{shown.text}{table.text}")
+
+
+def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
+    keys = list(one.axes)
+    rows = list(one.axes[keys[0]])
+    columns = list(one.axes[keys[1]]) if len(keys) > 1 else [None]
+    most = max([0.01, *(abs(cell.gain) for cell in one.cells)])
+    by = {(c.values[keys[0]], c.values[keys[1]] if len(keys) > 1 else None): c for c in cells}
+    trace: dict[str, Any] = {
+        "type": "heatmap",
+        "x": ["" if c is None else f"{c}" for c in columns],
+        "y": [f"{r}" for r in rows],
+        "z": [[round(100 * by[r, c].gain, 1) for c in columns] for r in rows],
+        "text": [[_text(by[r, c]) for c in columns] for r in rows],
+        "texttemplate": "%{text}",
+        "zmin": -100 * most,
+        "zmax": 100 * most,
+        "colorscale": GAINS,
+        "showscale": False,
+        "hovertemplate": "%{y}, %{x}: %{z:+.1f} points<extra></extra>",
+    }
+    right = {"type": "category", "title": {"text": keys[1] if len(keys) > 1 else ""}, "showgrid": False}
+    up = {"type": "category", "title": {"text": keys[0]}, "autorange": "reversed", "showgrid": False}
+    axes = layout(height=110 + 46 * len(rows), showlegend=False, hovermode="closest", xaxis=right, yaxis=up)
+    return {"data": [trace], "layout": axes}
+
+
+def _text(cell: MapCell) -> str:
+    """The number of a cell, marked where seeds disagree, and FedAvg's own accuracy below it."""
+    accuracy = fmean(score.accuracy for score in cell.theirs.values())
+    return f"{'' if cell.sign else '~'}{100 * cell.gain:+.1f}<br>({100 * accuracy:.0f} %)"

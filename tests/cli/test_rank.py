@@ -1,0 +1,117 @@
+"""The commands of the ranking, on a tiny suite in the place of one that ships."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_ranking
+from fedstill.cli import call
+from fedstill.experiment.comparing.variants import Variant
+from fedstill.report import ranked, side_by_side
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The suite, runs in this process, and nothing that ships."""
+    tiny_ranking.install(monkeypatch)
+
+    def here(runs: Sequence[Variant], *_: object, **__: object) -> list[Any]:
+        return tiny_ranking.do(runs)
+
+    monkeypatch.setattr(side_by_side, "followed_outcomes", here)
+    monkeypatch.setattr(ranked, "shipped_rows", dict)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
+    said = capsys.readouterr().out
+    assert "FedNTD" in said
+    assert "joint" in said
+    entries = tmp_path / "out" / "entries" / "digits-space"
+    assert sorted(p.name for p in entries.iterdir()) == ["fedavg", "fedntd", "joint"]
+    journals = {p: p.stat().st_mtime_ns for p in (tmp_path / "out" / "digits-space").rglob("journal.jsonl")}
+    assert call(["rank", "run", "digits", "--track", "space", "--out", "out"]) == 0
+    assert {p: p.stat().st_mtime_ns for p in journals} == journals, "nothing is run again"
+    capsys.readouterr()
+    assert call(["rank", "check", str(entries), "--replay", "1", "--note", str(entries)]) == 0
+    said = capsys.readouterr().out
+    assert said.count("replayed here: bits") == 3
+    assert call(["rank", "page", str(entries), "--out", "page"]) == 0
+    names = sorted(p.name for p in (tmp_path / "page").iterdir())
+    assert names == ["index.html", "standings.csv", "table.csv", "table.md", "table.tex"]
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text())))
+    assert len(rows) == 3 * 2 * 5
+    assert {r["replayed"] for r in rows} == {"bits"}
+
+
+def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg,fedntd", "--out", "out"]) == 0
+    forged = tmp_path / "out" / "entries" / "digits-space" / "fedntd"
+    path = forged / "even" / "seed0" / "config.toml"
+    path.write_text(path.read_text().replace("epochs = 1", "epochs = 9"))
+    capsys.readouterr()
+    assert call(["rank", "check", str(forged.parent)]) == 1
+    assert "REFUSED  files are those of entry.toml: even/seed0/config.toml is not the file" in capsys.readouterr().out
+    assert call(["rank", "page", str(forged.parent), "--out", "page"]) == 1
+    assert "left out: fedntd: files are those of entry.toml" in capsys.readouterr().err
+    rows = csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text()))
+    assert {r["method"] for r in rows} == {"FedAvg"}
+
+
+def test_choose_prints_what_it_chose_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["rank", "choose", "digits", "--track", "space", "--methods", "fedntd", "--out", "out"]
+    assert call(command) == 0
+    said = capsys.readouterr().out
+    assert "try 2 [%]" in said
+    assert "FedNTD" in said
+    assert (tmp_path / "out" / "digits-space" / "chosen.toml").is_file()
+
+
+def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The FedGap of the documents, with the line on its tries that the page on the ranking adds."""
+    page = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()
+    text = page.partition('```python title="fedgap.py"\n')[2].partition("```")[0]
+    line = "    temperature: Positive = 1.0\n"
+    assert line in text
+    tries = 'tries: ClassVar = ({"beta": 0.3}, {"beta": 1.0}, {"beta": 2.0})\n'
+    shown = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
+    assert tries in shown, "the page shows this line"
+    text = text.replace(line, f"{line}    {tries}")
+    text = text.replace("import dataclass\n", "import dataclass\nfrom typing import ClassVar\n")
+    (tmp_path / "fedgap.py").write_text(text)
+    assert call(["rank", "enter", "fedgap.py", "--tier", "digits", "--track", "space", "--out", "out"]) == 0
+    said = capsys.readouterr().out
+    assert "FedGap" in said
+    entry = tmp_path / "out" / "entries" / "digits-space" / "fedgap"
+    assert f"check it: fedstill rank check {entry.relative_to(tmp_path)} --replay 1" in said
+    (tmp_path / "fedgap.py").unlink()
+    assert call(["rank", "check", str(entry), "--replay", "2"]) == 0
+    said = capsys.readouterr().out
+    assert f"executing {entry / 'fedgap.py'}, which came with the entry" in said
+    assert "replayed here: bits" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "digit"], "unknown tier 'digit'; did you mean 'digits'?"),
+        (["run", "digits", "--track", "spac"], "unknown track 'spac'; did you mean 'space'?"),
+        (["run", "digits", "--track", "space", "--methods", "fednt"], "FedNTD"),
+        (["check"], "rank check: name at least one folder of an entry"),
+        (["check", "nowhere"], "rank check: name at least one folder of an entry"),
+        (["enter", "nowhere.py"], "there is no file nowhere.py"),
+        (["page", "nowhere"], "nowhere holds no entry"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["rank", *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1

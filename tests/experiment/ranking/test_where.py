@@ -1,0 +1,63 @@
+"""Where a method helps: the gains of its cells, and what is said of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+import tiny_ranking
+from fedstill.errors import ConfigError
+from fedstill.experiment.ranking.scoring import Score
+from fedstill.experiment.ranking.suites import Suite
+from fedstill.experiment.ranking.where import AXES, EVEN, Grid, MapCell, grid_of
+from fedstill.report.where_it_helps import cell_table, write_map
+
+
+def cell(alpha: float, *gains: float) -> MapCell:
+    def score(accuracy: float) -> Score:
+        return Score(accuracy, 0.9, accuracy / 0.9, 0, float("nan"), float("nan"), 1, 1, 1.0, 2)
+
+    return MapCell(
+        {"partition.alpha": alpha, "plan.epochs": 1},
+        {s: score(0.5 + g) for s, g in enumerate(gains)},
+        {s: score(0.5) for s in range(len(gains))},
+    )
+
+
+def test_it_helps_where_all_seeds_say_so() -> None:
+    cells = [cell(0.1, 0.1, 0.2, 0.3), cell(0.5, -0.1, -0.2, -0.1), cell(1.0, 0.1, -0.1, 0.3)]
+    assert [c.sign for c in cells] == [1, -1, 0]
+    one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
+    assert one.summary == (
+        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 seeds disagree; most at alpha 0.1, epochs 1: "
+        "+20.0 points"
+    )
+    assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
+
+
+def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
+    axes = {"partition.alpha": (0.5, EVEN), "plan.epochs": (1, 2), "topology.sampled": (1, 4)}
+    one = grid_of(suite, "FedNTD", axes, tmp_path / "runs", tiny_ranking.do)
+    assert len(one.cells) == 8
+    configs = {p: p.read_text() for p in (tmp_path / "runs").rglob("config.toml")}
+    assert len(configs) == 8 * 2 * 3
+    assert sum('kind = "iid"' in text for text in configs.values()) == len(configs) / 2
+    assert sum("epochs = 2" in text for text in configs.values()) == len(configs) / 2
+    assert all("lr = 0.1" in text for text in configs.values()), "FedAvg's, for both"
+    paths = write_map(one, tmp_path / "map")
+    assert [p.name for p in paths] == ["index.html", "map.csv", "map.md"]
+    runs = list(csv.DictReader(io.StringIO(paths[1].read_text())))
+    assert len(runs) == len(configs)
+    assert paths[0].read_text().count('class="chart"') == 2
+    again = grid_of(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
+    assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
+
+
+def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the gain over FedAvg; name another method"):
+        grid_of(suite, "FedAvg", AXES, tmp_path, tiny_ranking.do)
+    with pytest.raises(ConfigError, match="have 1000 cells; 200 is the most"):
+        grid_of(suite, "FedNTD", {"rounds": range(1, 1001)}, tmp_path, tiny_ranking.do)

@@ -1,0 +1,156 @@
+"""The ranking's tables and page: the same numbers everywhere, and those that other code computes from the CSV."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedstill.experiment.ranking.scoring import Score
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.report.ranking_files import rows_from, run_lines, standing_head, standing_lines, write_ranking_files
+from fedstill.report.ranking_page import ranking_page
+from fedstill.report.standings import RankedRow, Standings, standings
+from fedstill.report.table_files import csv_text
+
+NAME = "digits-space"
+
+
+def score(accuracy: float, learned: float, cpu: float = 2.0) -> Score:
+    return Score(accuracy, learned, accuracy / learned, 0.1, float("nan"), float("nan"), 10**6, 10**6, cpu, 30)
+
+
+def row(suite: Suite, name: str, mean: float, seed: int, **more: object) -> RankedRow:
+    """Made-up runs of a row, spread by five points."""
+    draw = np.random.default_rng(seed)
+    scores = {
+        (c, s): score(a := float(np.clip(mean + draw.normal(0, 0.05), 0, 1)), min(1.0, a + 0.1))
+        for c in suite.columns(name)
+        for s in TEST_SEEDS
+    }
+    return RankedRow(name, scores, {}, 5, **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def one() -> Standings:
+    suite = load_suite(NAME)
+    means = {"FedAvg": 0.5, "FedProx": 0.52, "FedNTD": 0.8, "SCAFFOLD": 0.3, "joint": 0.95}
+    diverged = {("two shards", 3): "round 7: not finite"}
+    rows = [row(suite, n, m, i, diverged=diverged if n == "SCAFFOLD" else {}) for i, (n, m) in enumerate(means.items())]
+    return standings(suite, rows)
+
+
+def numbers(text: str) -> list[str]:
+    """The cells of a table, however it is written, as bare text."""
+    for old, new in (("$-$", "−"), ("$\\pm$", "±"), ("\\pm", "±"), ("--", "–"), ("\\%", "%"), ("\\_", "_"), ("$", "")):
+        text = text.replace(old, new)
+    return text.split()
+
+
+def test_markdown_csv_latex_and_page_hold_the_same_numbers(one: Standings, tmp_path: Path) -> None:
+    write_ranking_files([one], tmp_path)
+    lines = standing_lines(one)
+    listed = list(csv.reader(io.StringIO((tmp_path / "standings.csv").read_text())))[1:]
+    assert [line[1:] for line in listed] == lines
+    md = [m for m in (tmp_path / "table.md").read_text().splitlines() if m.startswith("| ")]
+    tex = [t for t in (tmp_path / "table.tex").read_text().splitlines() if t.endswith("\\\\")]
+    page = html.unescape(ranking_page([one]))
+    shown = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', page)
+    for i, line in enumerate(lines):
+        assert [c.strip() for c in md[i + 1].strip("|").split(" | ")] == line
+        assert numbers(tex[i + 1].removesuffix("\\\\")) == numbers(" & ".join(line))
+        cells = re.findall("<td>(.*?)</td>", shown[i][1])
+        assert [cells[0], shown[i][0], *cells[1:]] == line
+    assert len(standing_head(one)) == len(lines[0])
+
+
+def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) -> None:
+    write_ranking_files([one], tmp_path)
+    runs = list(csv.DictReader(io.StringIO((tmp_path / "table.csv").read_text())))
+    assert len(runs) == 5 * 2 * 5
+    cells = {(r["method"], r["column"], int(r["seed"])): float(r["accuracy"]) for r in runs}
+    names = [n for n in dict.fromkeys(r["method"] for r in runs) if n != "joint"]
+    blocks = sorted({(c, s) for _, c, s in cells})
+    table = np.array([[cells[n, c, s] for c, s in blocks] for n in names])
+    mean_ranks = np.mean([stats.rankdata(-block) for block in table.T], axis=0)
+    assert {p.row.name: p.rank for p in one.placed} == pytest.approx(dict(zip(names, mean_ranks, strict=True)))
+    assert [p.row.name for p in one.placed] == [names[i] for i in np.argsort(mean_ranks)]
+    base = table[names.index("FedAvg")]
+    for placed in one.placed:
+        own = table[names.index(placed.row.name)]
+        assert placed.accuracy == pytest.approx(own.mean(), abs=1e-12)
+        assert placed.learned * placed.kept == pytest.approx(placed.accuracy, abs=1e-12)
+        if placed.apart is None:
+            assert placed.row.name == "FedAvg"
+            continue
+        assert placed.apart.mean == pytest.approx((own - base).mean(), abs=1e-12)
+        exact = stats.permutation_test(((own - base),), np.mean, permutation_type="samples", n_resamples=np.inf)
+        assert placed.apart.p == pytest.approx(exact.pvalue, abs=1e-12)
+        for column in one.columns:
+            pair = [[cells[n, column, s] for s in range(5)] for n in (placed.row.name, "FedAvg")]
+            interval = stats.ttest_rel(*pair).confidence_interval(0.95)
+            apart = one.difference(placed.row, column)
+            assert apart is not None
+            assert (apart.low, apart.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+
+
+def test_bounds_are_not_ranked_and_the_gap_goes_from_floor_to_ceiling(one: Standings) -> None:
+    shares = {p.row.name: p.share for p in one.placed}
+    assert "joint" not in shares
+    assert shares["FedAvg"] == 0
+    assert shares["SCAFFOLD"] < 0 < shares["FedNTD"] < 1
+    assert [r.name for r in one.bounds] == ["joint"]
+    assert "FedNova" in one.missing
+
+
+def test_a_run_that_diverged_is_marked(one: Standings) -> None:
+    assert [line[1] for line in standing_lines(one) if "†" in line[1]] == ["SCAFFOLD †"]
+
+
+def test_who_wins_and_who_cannot_be_told_apart(one: Standings) -> None:
+    assert one.placed[0].row.name == "FedNTD"
+    for (a, b), share in one.beats.items():
+        assert share + one.beats[b, a] == 1
+    assert all("FedNTD" not in group for group in one.bars)
+    assert any({"FedAvg", "FedProx"} <= set(group) for group in one.bars)
+
+
+def test_a_table_of_all_runs_is_read_back_as_it_was_written(one: Standings) -> None:
+    back = rows_from(csv_text(*run_lines([one])))[NAME]
+    assert [r.name for r in back] == [r.name for r in one.rows]
+    assert csv_text(*run_lines([standings(one.suite, back)])) == csv_text(*run_lines([one]))
+    assert standing_lines(standings(one.suite, back)) == standing_lines(one)
+
+
+def test_tiers_that_agree_have_a_tau_of_one(one: Standings) -> None:
+    small = load_suite("small-space")
+    means = {"FedAvg": 0.5, "FedProx": 0.52, "FedNTD": 0.8, "SCAFFOLD": 0.3}
+    other = standings(small, [row(small, n, m, i) for i, (n, m) in enumerate(means.items())])
+    text = ranking_page([one, other])
+    first, second = ({p.row.name: p.rank for p in s.placed} for s in (one, other))
+    names = sorted(first)
+    tau = stats.kendalltau([first[n] for n in names], [second[n] for n in names]).statistic
+    assert f"<td>4</td><td>{tau:.2f}</td>" in text
+    assert "Do the tiers agree?" not in ranking_page([one])
+
+
+def test_one_row_alone_has_a_table_and_no_intervals_against_itself() -> None:
+    suite = load_suite(NAME)
+    alone = standings(suite, [row(suite, "FedAvg", 0.5, 0)])
+    (line,) = standing_lines(alone)
+    assert line[:3] == ["1", "FedAvg", "1.00"]
+    assert ranking_page([alone])
+    assert standings(suite, []).placed == ()
+
+
+def test_the_page_needs_no_network_and_shows_the_fields_to_copy(one: Standings) -> None:
+    text = ranking_page([one])
+    assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
+    assert '<table class="numbers wide sortable">' in text
+    assert "[method]\nname = &quot;fedntd&quot;\nbeta = 1.0" in text
