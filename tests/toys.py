@@ -132,6 +132,7 @@ def suited(name: str) -> dict[str, object]:
         "data": {"public": PUBLIC if "public_data" in built.requires() else 0},
         "query": {"draw": "single", "fewer_than": 5} if peers else {},
         **({"model": on_simplex()} if "etf" in built.requires() else {}),
+        **({"model": {"name": "mlp", "hidden": (8,)}} if name == "fot" else {}),  # it protects layers below the head
         **({"model": two_networks()} if "pair" in built.requires() else {}),
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedstill.experiment.ranking.suites import suite_names
 from fedstill.report.ranked import every_standing, rows_below
 from fedstill.report.ranking_files import run_lines, tables_text
 from fedstill.report.ranking_page import HOW, INTERVALS, MEANS, copied_fields
@@ -54,6 +55,11 @@ def document(every: Sequence[Standings]) -> str:
         title = f"## {one.suite.tier}, {one.suite.track}"
         parts.append(f"{title}\n\n{one.suite.recipe.paper}.\n\n{tables_text(one)}")
         parts.append(f"### Fields chosen, {one.suite.name}\n\nOver the settings that all rows have.\n\n{fields}\n")
+    bare = [name for name in suite_names() if name not in {one.suite.name for one in every}]
+    if bare:
+        parts.append(
+            f"## Suites without entries\n\n{', '.join(bare)}: settings and tries are fixed, runs are to come.\n"
+        )
     return "\n".join(parts)
 
 

@@ -26,9 +26,11 @@ from tools.combinations import asked
 PAGE = Path(__file__).parents[1] / "docs" / "privacy.md"
 MARKS = ("<!-- sent -->\n", "<!-- end of sent -->\n")
 CLASSES, WIDTH, PUBLIC, CLIENTS = 7, 11, 13, 4
-LETTERS = {CLASSES: "C", WIDTH: "D", WIDTH + 1: "D + 1", PUBLIC: "P", WIDTH + CLASSES: "D + C"}
+LETTERS = {CLASSES: "C", WIDTH: "D", WIDTH + 1: "D + 1", PUBLIC: "P", WIDTH + CLASSES: "D + C", 16: "d", 1251: "M + 1"}
 MODELS = ("params", "shared")
 NETWORK = {"name": "mlp", "hidden": [WIDTH]}
+TWO_TASKS = {"kind": "domains", "tasks": 2, "transform": "rotate90", "share": "all"}
+"""For methods that do something at a task's end; both tasks have all examples, whatever their labels are."""
 
 
 def pictures(flip: bool) -> Dataset:
@@ -65,6 +67,7 @@ def collected(method: str, flip: bool) -> dict[str, Payload]:
     own: Mapping[str, object] = {} if built.requires() & {"etf", "slim", "pair"} else {"model": NETWORK}
     rounds = 1 if built.topology == "peer_to_peer" else 2
     plan = {"epochs": 0, "steps": 0}
+    own = {**own, **({"stream": TWO_TASKS} if "task_end" in built.schedule else {})}
     run = asked(method, rounds=rounds, data={"public": PUBLIC}, plan=plan, clients={"norm_limit": 1e9}, **own)
     ready = prepare(settle(run), pictures(flip))
     return dict(_through(ready))

@@ -146,6 +146,9 @@ class Passes(Protocol):
     ) -> Iterator[Tensors]:
         """For each batch, the gradient of its mean ``loss(logits, labels) -> (B,)`` by trained entry."""
 
+    def input_products(self, params: Tensors, examples: Examples) -> Tensors:
+        """For each linear layer and convolution of the body the sum of a a^T over its inputs a: (d, d) float64."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -203,6 +206,13 @@ class View:
         The order is fixed and mixes the classes; stop when there are enough. ``seed``: augment as in training, from it.
         """
         return self.passes.gradients(params, self._of(of), loss, batch, seed)
+
+    def input_products(self, params: Tensors) -> Tensors:
+        """What enters the body's layers on the site's own data, in evaluation mode, as sums of a a^T (d, d), float64.
+
+        By the name of the layer's weights; of a convolution the patches. Zeros without examples.
+        """
+        return self.passes.input_products(params, self.data)
 
     def _of(self, of: str) -> Examples:
         if of == "data":

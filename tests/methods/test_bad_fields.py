@@ -34,6 +34,9 @@ BELOW_ZERO = {
     "fedlmd": ["beta"],
     "fedlwf": ["weight"],
     "fedewc": ["weight", "gamma"],
+    "analytic": ["ridge", "width"],
+    "fot": ["keeps", "grows"],
+    "glfc_local": ["size", "beta", "alpha"],
     "replay": ["size", "beta", "alpha"],
     "fedlmd_tf": ["beta"],
     "fedntd": ["beta"],
@@ -113,6 +116,7 @@ TOO_MUCH = [
     ("fedalign", "width", 1.0),
     ("kd_ntd", "mix", 1.5),
     ("fedrs", "alpha", 1.5),
+    ("fot", "keeps", 1.5),
     ("fedewc", "gamma", 1.5),
     ("fml", "alpha", 1.5),
     ("fml", "beta", 1.5),
@@ -150,6 +154,7 @@ OTHER = [
     ("hiper_fedkd", "temperatures", "cosine"),
     ("dsfl", "aggregation", "median"),
     ("fedlc", "denominator", "none"),
+    ("analytic", "cosine", "yes"),
     ("replay", "choose", "all"),
     ("replay", "balance", "yes"),
     ("fedproto", "aggregation", "median"),
@@ -186,7 +191,7 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    zero = 0 if field in ("samples", "subset", "size") else 0.0
+    zero = 0 if field in ("samples", "subset", "size", "width") else 0.0
     made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 

@@ -25,6 +25,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "replay": {"name": "replay", "size": 8, "beta": 0.5, "nearest_mean": True},
     "der++": {"name": "replay", "size": 8, "beta": 0.5, "alpha": 0.5, "balance": "class"},
     "fedewc": {"name": "fedewc", "weight": 0.5, "samples": 20},
+    "analytic": {"name": "analytic", "width": 20},
+    "fot": {"name": "fot", "keeps": 0.8, "grows": 0.05},
+    "glfc": {"name": "glfc_local", "size": 8},
     "herding": {"name": "replay", "size": 8, "choose": "herding"},
 }
 """Each with what it does beside its training."""

@@ -61,6 +61,7 @@ OWN = [
         "wrapped",
         "low_rank",
         "etf",
+        "lifted",
     )  # have tests of their own
 ]
 RESNETS = ["resnet10", "resnet18", "resnet50", "resnet56"]

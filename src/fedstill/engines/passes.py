@@ -13,8 +13,9 @@ from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.precision import Precision, lowered
 from fedstill.keys import generator
 from fedstill.models import contract
+from fedstill.models.layer_inputs import body_layers, input_products
 from fedstill.records import Examples, ModelSpec, Tensors
-from fedstill.trees import on_cpu
+from fedstill.trees import add, on_cpu
 
 
 def shards(values: Tensor, inputs: Inputs) -> Iterator[Tensor]:
@@ -58,6 +59,15 @@ class ModelPasses:
             loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)
+
+    def input_products(self, params: Tensors, examples: Examples) -> Tensors:
+        """The sums of a a^T (d, d) over the inputs a of each layer of the body, float64."""
+        m = contract.module(self.model, "frozen").eval()
+        there = {k: channels_last(v.to(examples.values.device)) for k, v in params.items()}
+        sums = {name: torch.zeros(d, d, dtype=torch.float64) for name, d in body_layers(m).items()}
+        for x in shards(examples.values, self.inputs):
+            sums = add(sums, input_products(m, there, x))
+        return sums
 
     def _each(
         self, run: Callable[..., Tensor], params: Tensors, examples: Examples, model: ModelSpec | None = None

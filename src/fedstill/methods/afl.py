@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fedstill.fields import NonNegative
 from fedstill.method import Method
-from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING, empty_sums, feature_sums, no_linear_head, solved
 from fedstill.trees import dtype_of
@@ -84,11 +85,19 @@ class SendChange(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         task = 0 if world.stream.kept else world.stream.task(self.round, view.client)
         again = bool(memory) and memory.number("task") == task
-        sent = memory if again else empty_sums(view.model, world.classes)
+        sent = memory if again else empty_sums(self.network(view), world.classes)
         more = {"weights": down.get("weights"), "task": task}
+        more |= {"features": self.features(down, view, world)}
         return Carry(params={}, constants={**more, **{g: sent.tensor(g) for g in SUMS}})
 
+    def network(self, view: View) -> ModelSpec:
+        """The network whose features these are."""
+        return view.model
+
+    def features(self, down: Payload, view: View, world: World) -> Tensor:
+        """The features of the client's examples, (n, D)."""
+        return view.features(world.initial(view.client))
+
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        h, y = view.features(world.initial(view.client)), view.data.labels.cpu()
-        now = feature_sums(h, y, world.classes, carry["weights"])
+        now = feature_sums(carry["features"], view.data.labels.cpu(), world.classes, carry["weights"])
         return Payload({g: now.tensor(g) - carry[g] for g in SUMS}), Payload(now, task=carry["task"])

@@ -78,7 +78,7 @@ def _bound(standings: Standings, row: RankedRow) -> list[str]:
     both = [*numbers, numbers[0] / numbers[1] if numbers[1] else 0.0]
     of = "" if len(columns) == len(standings.columns) else f" ({', '.join(columns)})"
     shown = [NONE, f"{marked_name(row)}{of}", NONE, NONE, *(f"{100 * v:.1f}" for v in both)]
-    return [*shown, *[NONE] * (len(HEAD) - 9), _or_none(row.mean("sent", columns) / 1e6, ".1f"), NONE, row.status]
+    return [*shown, *[NONE] * (len(HEAD) - 10), _or_none(row.mean("sent", columns) / 1e6, ".1f"), NONE, row.status]
 
 
 def marked_name(row: RankedRow) -> str:

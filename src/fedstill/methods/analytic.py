@@ -1,0 +1,117 @@
+"""Analytic learning over tasks: the network is trained in the first task, then frozen; its last layer is solved for.
+
+Source: Guan et al., "STSA: Federated Class-Incremental Learning via Spatial-Temporal Statistics Aggregation" (2025),
+and its code; the sums of AFL lead to the same layer.
+Symbols: rho = ``ridge``; M = ``width``; G = gram, P = cross, the sums of e e^T and e y^T, y one-hot.
+Stages: ``train``, in which clients are idle from the second task on; after each task ``sums``, of all clients that are
+there: nothing is trained.
+State: the global parameters, of the network with the random layer from the end of the first task on; gram = G so far,
+(M+1, M+1); cross = P so far, (M+1, C), both in float64.
+Memory: gram, cross = the client's own sums of the task that it was last in; task = that task.
+Reading: features e are ReLU(h Q), with Q of fixed random numbers of mean 0 and spread 1, (D, M); with ``width`` 0 they
+are h, the network's own. The code prints M = 1,250 in its README and 10,000 as its default.
+Reading: the code's rho is 1e6 and to be tuned; so it is here, and what fits depends on M and on the features' size.
+Reading: the code has no bias; here there is one, without a penalty, as in ``afl``.
+Reading: the code predicts by the cosine with the columns of the layer (``cosine``), the bias among them here.
+Reading: a client that is asked again in a task sends by how much its sums have changed, so nothing counts twice.
+Reading: STSA-E, whose clients send sums of random groups in place of G, is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedstill.fields import CountOrZero, NonNegative
+from fedstill.methods.afl import SUMS, SendChange
+from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
+from fedstill.models.lifted import lifted_body, lifted_spec
+from fedstill.records import SERVER, ModelSpec, Payload, Plan, Reply, Stage, State, View, World
+from fedstill.registry import method
+from fedstill.ridge import NO_TRAINING, empty_sums, no_linear_head, solved
+from fedstill.trees import dtype_of
+from fedstill.work import ClientWork
+
+SUM_UP = "sums"
+
+
+@method("analytic")
+@dataclass(frozen=True)
+class Analytic(FedAvg):
+    """FedAvg in the first task; after each task a last layer that is exact for all tasks so far; needs [stream]."""
+
+    schedule: ClassVar[Mapping[str, Any]] = {"task_end": SUM_UP}
+    stages: ClassVar[frozenset[str]] = frozenset({"train", SUM_UP})
+    needs: ClassVar[frozenset[str]] = frozenset({"same_shapes", "features", "head"})
+    permits: ClassVar[frozenset[str]] = frozenset()  # sums of features are sent, too
+    plans: ClassVar[Mapping[str, Plan]] = {"train": FEDNTD_PLAN, SUM_UP: NO_TRAINING}
+
+    ridge: NonNegative = 10.0
+    """Weight of the squares of the last layer's weights (rho)."""
+    width: CountOrZero = 1250
+    """How many random features the last layer sees (M); 0: the network's own."""
+    cosine: bool = True
+    """Whether classes are compared by the cosine with their column of the layer, so that rare ones are not shrunk."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        spec = world.model(SERVER)
+        if self.width and (spec.held or spec.widths):
+            return "only a part of the network is trained, or widths are its own; set method.width = 0"
+        return no_linear_head(world)
+
+    def network(self, spec: ModelSpec) -> ModelSpec:
+        """The network with the random layer under its head."""
+        return lifted_spec(spec, self.width)
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        if stage.name != SUM_UP:
+            return Payload(params=state.params) if world.stream.task(stage.round) == 0 else None
+        return Payload(body=self._body(state))
+
+    def work(self, stage: Stage) -> ClientWork:
+        return SendTaskSums(stage.round, self) if stage.name == SUM_UP else super().work(stage)
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        if stage.name != SUM_UP:
+            return super().expects(client, stage, world)
+        return empty_sums(self.network(world.model(client)), world.classes)
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        if stage.name != SUM_UP:
+            return super().fold(state, replies, stage, world)
+        spec = self.network(world.model(SERVER))
+        before = state.extra if "gram" in state.extra else empty_sums(spec, world.classes)
+        sums = {g: torch.stack([before.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0) for g in SUMS}
+        head = {k: v.to(dtype_of(state.params)) for k, v in self.layer(**sums).items()}
+        after = state.next(params={**self._body(state), **head}, groups=sums)
+        return replace(after, model=spec) if self.width else after
+
+    def layer(self, gram: Tensor, cross: Tensor) -> dict[str, Tensor]:
+        """The last layer of sums, ``head.weight`` (C, M) and ``head.bias`` (C,)."""
+        exact = solved(gram, cross, ridge=self.ridge)
+        if not self.cosine:
+            return exact
+        unit = normalize(torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1), dim=1)
+        return {"head.weight": unit[:, :-1].contiguous(), "head.bias": unit[:, -1].clone()}
+
+    def _body(self, state: State) -> dict[str, Tensor]:
+        """The frozen body, its entries named as in the network with the random layer."""
+        return lifted_body(state.params, 0 if state.model else self.width)
+
+
+@dataclass(frozen=True)
+class SendTaskSums(SendChange):
+    """The sums of the task's features under the frozen network."""
+
+    method: Analytic
+
+    def network(self, view: View) -> ModelSpec:
+        return self.method.network(view.model)
+
+    def features(self, down: Payload, view: View, world: World) -> Tensor:
+        return view.features(down.tensors("body"), model=self.network(view))
