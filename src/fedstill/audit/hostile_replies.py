@@ -33,9 +33,9 @@ class Tampered:
     change: Change
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
-        """The replies, changed where a stage has several clients."""
+        """The replies, changed in stages of a round in which something is sent."""
         came = self.engine.run(work, stage, downs, seed)
-        return self.change(came) if stage.round > 0 else came
+        return self.change(came) if stage.round > 0 and any(reply.up for reply in came) else came
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what clients remember."""
