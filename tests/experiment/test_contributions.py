@@ -164,6 +164,16 @@ def test_other_folds_are_asked_at_two_ends(method: Any, game: str, tmp_path: Pat
     assert {(e["rule"], e["game"]) for e in told} == {("two ends", game)}
 
 
+@pytest.mark.parametrize("mean", ["trimmed_mean", "median", "norm_clipping", "krum"])
+def test_robust_means_are_asked_at_two_ends_and_still_add_up(mean: str, tmp_path: Path) -> None:
+    looks = events({"name": "fedavg", "aggregation": mean}, tmp_path / "run")
+    for event in looks:
+        adds_up(event)
+        if event["classes"]:
+            assert (event["rule"], event["game"]) == ("two ends", "idle")
+    assert any(event["classes"] for event in looks)
+
+
 def test_test_examples_are_few_a_class_and_the_same_each_time() -> None:
     test = toys.blobs(size=3000).test
     some = at_most(test, 15, 5)
