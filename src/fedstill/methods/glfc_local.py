@@ -26,7 +26,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fedstill.fields import CountOrZero
 from fedstill.methods.replay import REMEMBER, Rehearse, Replay
@@ -81,7 +81,7 @@ class OfGLFC(Rehearse):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         z, old, on = step.logits(raw=True), carry["old"], carry["on"].to(step.mask.dtype)  # (B, C), (C,), (C,)
-        y = one_hot(step.y, z.shape[1]).to(z.dtype)
+        y = torch.zeros_like(z).scatter(1, step.y.unsqueeze(1), 1.0)
         far = (1 - z.gather(1, step.y.unsqueeze(1)).squeeze(1).sigmoid()).detach()  # (B,)
         weight = by_group(far, old[step.y], step)
         now = weight * (binary_cross_entropy_with_logits(z, y, reduction="none") * on).sum(1) / on.sum()
