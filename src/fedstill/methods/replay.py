@@ -28,15 +28,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fedstill.aggregate import mean_by_class
 from fedstill.fields import CountOrZero, NonNegative
 from fedstill.keys import generator, seed_for
-from fedstill.labels import means_by_class
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.rehearsed import herded, merged, of_other_tasks
+from fedstill.methods.rehearsed import means_to_send, herded, merged, nearest_mean_head, of_other_tasks
 from fedstill.models.contract import predictor, width
 from fedstill.records import (
     KEEP,
@@ -145,11 +143,7 @@ class Replay(FedAvg):
         """The global model; and, once there are class means, the same with these as its last layer."""
         named = super().predictors(state, world)
         if "means" in state.extra:
-            known = state.extra.tensor("known")
-            last = {
-                "head.weight": normalize(state.extra.tensor("means"), dim=1),
-                "head.bias": torch.where(known, 0.0, 100 * OFF).to(dtype_of(state.params)),
-            }
+            last = nearest_mean_head(state.extra.tensor("means"), state.extra.tensor("known"))
             means = {"nearest_mean": predictor(world.model(SERVER), {**state.params, **last})}
             return means | named if self.answers == "nearest_mean" else named | means
         return named
@@ -225,11 +219,7 @@ class Remember(ClientWork):
         up = Payload()
         if m.by_means:
             kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
-            each = [view.data, *kept]
-            unit = [normalize(view.passes.features(down.params, e).cpu(), dim=1) for e in each]
-            labels = torch.cat([e.labels.cpu() for e in each])
-            means, counts = means_by_class(torch.cat(unit), labels, world.classes)
-            up = Payload(means=means.to(dtype_of(down.params)), counts=counts)
+            up = means_to_send([view.data, *kept], view, down.params, world.classes)
         return Carry(params={}, constants={"up": up, "memory": now})
 
     @property

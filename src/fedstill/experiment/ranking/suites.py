@@ -47,8 +47,9 @@ Try = Mapping[str, Any]
 class Suite:
     """One track of one tier: its settings, which never change within a version.
 
-    ``tries``: by row, what may be tried; rows without any are bounds, which are not ranked. ``floor``: the row at share 0 of the gap;
-    ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that differences are to.
+    ``tries``: by row, what may be tried; rows without any are bounds, which are not ranked. ``floor``: the row at share
+    0 of the gap; ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that
+    differences are to.
     ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
     ``chosen``: by row, what was.
     """
