@@ -12,10 +12,10 @@ import torch
 
 import toys
 from double import in_double
+from fedstill.errors import Interrupted
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower

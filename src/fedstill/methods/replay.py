@@ -34,7 +34,7 @@ from fedstill.fields import CountOrZero, NonNegative
 from fedstill.keys import generator, seed_for
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.rehearsed import means_to_send, herded, merged, nearest_mean_head, of_other_tasks
+from fedstill.methods.rehearsed import herded, means_to_send, merged, nearest_mean_head, of_other_tasks
 from fedstill.models.contract import predictor, width
 from fedstill.records import (
     KEEP,
