@@ -77,7 +77,8 @@ def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: 
     (tmp_path / "mine.py").write_text(
         "import numpy as np\nimport fedstill\n"
         "def some(k):\n    return np.random.default_rng(k).normal(size=(6, 4)), np.arange(6) % 2\n"
-        "def data():\n    return fedstill.from_clients('wards', [(some(k), some(k + 9)) for k in range(3)], kind='table')\n"
+        "def data():\n    each = [(some(k), some(k + 9)) for k in range(3)]\n"
+        "    return fedstill.from_clients('wards', each, kind='table')\n"
         "def none():\n    return fedstill.from_tensors('all', some(0), some(1), kind='table')\n"
     )
     data = load_dataset("mine.py:data", base=tmp_path, owner="ward")

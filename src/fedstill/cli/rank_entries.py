@@ -39,8 +39,8 @@ def rank_check(
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.errors import ConfigError
-    from fedstill.experiment.ranking.suites import own_suite
     from fedstill.experiment.ranking.entries import entries_below
+    from fedstill.experiment.ranking.suites import own_suite
     from fedstill.report.checked_entries import check_one
 
     for file in suite:
