@@ -23,7 +23,7 @@ def data(folder: str | None = None, groups: int = GROUPS) -> fedstill.Dataset:
     place = Path(folder or os.environ.get("FEDSTILL_DATA", ".")) / "har"
     files = sorted(place.glob("*.parquet"))
     if not files:
-        raise DataError(f"{place} has no parquet files of human activity; set FEDSTILL_DATA to the folder that holds har")
+        raise DataError(f"{place} has no parquet files; set FEDSTILL_DATA to the folder that holds har")
     tables = [pq.read_table(file, columns=["features", "subject", "label"]) for file in files]
     values = np.concatenate([np.stack(t["features"].to_numpy()) for t in tables]).astype(np.float32)
     subjects, labels = (np.concatenate([t[name].to_numpy() for t in tables]) for name in ("subject", "label"))
