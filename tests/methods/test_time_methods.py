@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "der++": {"name": "replay", "size": 8, "beta": 0.5, "alpha": 0.5, "balance": "class"},
     "fedewc": {"name": "fedewc", "weight": 0.5, "samples": 20},
     "analytic": {"name": "analytic", "width": 20},
+    "analytic by groups": {"name": "analytic", "width": 20, "groups": 3},
+    "prototypes": {"name": "replay", "size": 0, "answers": "nearest_mean"},
     "fot": {"name": "fot", "keeps": 0.8, "grows": 0.05},
     "glfc": {"name": "glfc_local", "size": 8},
     "herding": {"name": "replay", "size": 8, "choose": "herding"},
