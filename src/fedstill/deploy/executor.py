@@ -9,18 +9,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedstill.deploy.control import OperatorKey
 from fedstill.engines.flower.messages import require_flower
+from fedstill.engines.flower.waiting import Pace
 
 if TYPE_CHECKING:
     from flwr.supercore.runtime import RuntimeHttpClient
 
 POLL = 0.5
-"""Seconds between two questions for a task."""
+"""The most seconds between two questions for a task."""
 
 AGAIN = 2.0
 """Seconds after which one is asked again that did not answer."""
@@ -66,17 +67,17 @@ Does = Callable[[Door, str, str, int], None]
 """Does a task: at a door, of a kind, with the task's token; ends if the process with this id has ended."""
 
 
-def execute(door: Door, kinds: Collection[str], does: Does, parent: int, preload: str) -> None:
+def execute(door: Door, kinds: Collection[str], does: Does, parent: int, preload: Sequence[str]) -> None:
     """Do every task of some kinds in a process of its own, as long as the parent process is there.
 
-    ``preload``: the module that the process imports from which all others are forked.
+    ``preload``: the modules that the process imports from which all others are forked.
     """
     import httpx
     from flwr.proto.runtime_pb2 import AcquireTaskRequest
 
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    client, under_way = door.tasks(), list[Any]()
+    context.set_forkserver_preload(list(preload))
+    client, under_way, pace = door.tasks(), list[Any](), Pace()
     while os.getppid() == parent:
         under_way = [process for process in under_way if process.is_alive()]
         try:
@@ -88,4 +89,6 @@ def execute(door: Door, kinds: Collection[str], does: Does, parent: int, preload
             arguments = (door, answer.task.type, answer.token, os.getpid())
             under_way.append(context.Process(target=does, args=arguments))
             under_way[-1].start()
-        time.sleep(POLL)
+        if under_way:
+            pace.worked()
+        time.sleep(pace.wait(POLL))

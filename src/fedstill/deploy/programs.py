@@ -79,7 +79,8 @@ def superlink(federation: Federation, insecure: bool) -> list[str]:
 def supernode(member: Membership, insecure: bool) -> list[str]:
     """The command that starts a client; raises ConfigError for one that would talk to others without TLS."""
     node = [f"partition-id={member.client}", f'site="{member.folder / "site.toml"}"']
-    command = [program("flower-supernode"), "--superlink", member.address, "--host", "127.0.0.1"]
+    require_flower()
+    command = [sys.executable, "-m", "fedstill.deploy.supernode", "--superlink", member.address, "--host", "127.0.0.1"]
     command += ["--port", str(member.port), "--node-config", " ".join(node)]
     command += ["--isolation", "process", "--superexec-auth-secret-file", str(member.door)]
     if insecure:

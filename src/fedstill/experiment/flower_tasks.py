@@ -137,12 +137,16 @@ SIDES: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]] = {
 }
 
 
+WARM = ("fedstill.experiment.warm",)
+"""What the process has imported from which all tasks are forked."""
+
+
 def side_of_flower(side: str, address: str, key: str, certificates: str = "") -> None:
     """Do a side's tasks until the process that started this one has ended."""
     ca = Path(certificates).read_bytes() if certificates else None
     kinds, does = SIDES[side]
     door = Door(address, Path(key).read_bytes(), ca)
-    execute(door, kinds, does, os.getppid(), "fedstill.experiment.flower_apps")
+    execute(door, kinds, does, os.getppid(), WARM)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.engines.flower.waiting import Pace
 from fedstill.errors import BadPayload, cut_reason, on_one_line
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class Patience:
 
     ``deadline``: seconds for a stage. ``ttl``: seconds that a message stays valid; 0: until the deadline. ``retries``:
     how often a message is sent again that Flower lost, or that has no answer in its share of the deadline: what a
-    node held when it restarted is gone, and Flower does not say so if it is back soon. ``poll``: seconds between looks.
+    node held when it restarted is gone, and Flower does not say so if it is back soon. ``poll``: the most seconds
+    between looks; the first ones are nearer.
     ``max_bytes``: of an answer.
     """
 
@@ -77,7 +79,8 @@ class Fleet:
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in their order; what did not come is a failure that says why."""
         end = self.clock.monotonic() + self.patience.deadline
-        calls = {r.client: _Call(r) for r in requests}
+        calls, pace = {r.client: _Call(r) for r in requests}, Pace(self.clock.monotonic)
+        pace.worked()
         while True:
             due = [c for c in calls.values() if c.answer is None and self._due(c)]
             if due:
@@ -86,7 +89,7 @@ class Fleet:
             left = end - self.clock.monotonic()
             if all(c.answer for c in calls.values()) or left <= 0:
                 break
-            self.clock.sleep(min(self.patience.poll, left))
+            self.clock.sleep(min(pace.wait(self.patience.poll), left))
         return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
 
     def _due(self, call: _Call) -> bool:
