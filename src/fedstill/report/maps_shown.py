@@ -34,7 +34,7 @@ def maps_section(maps: Mapping[str, Grid]) -> Html:
     parts = [sentence(f"{WHAT} {SAYS}" if maps else WHAT)]
     for one in maps.values():
         cells = html_table(*cell_table(one), "numbers wide sortable")
-        parts += [sentence(f"{one.summary}."), folded(f"{one.row}: the map", panels(one)), folded("All cells", cells)]
+        parts += [sentence(f"{one.summary}."), folded(f"The map of {one.row}, and all its cells", panels(one), cells)]
     return section(TITLE, *parts, *map(sentence, missing(maps)), name=MAPS)
 
 
@@ -49,7 +49,7 @@ def maps_text(maps: Mapping[str, Grid]) -> str:
 def missing(maps: Mapping[str, Grid]) -> Iterator[str]:
     """A sentence on the maps that are to ship and do not yet; nothing where all do."""
     if left := [row for name, row in MAPPED.items() if name not in maps]:
-        yield f"No map ships yet of {', '.join(left)}. `{COMMAND}` makes one of any method."
+        yield f"No map ships yet of {', '.join(left)}. {COMMAND} makes one of any method."
 
 
 def gain_table(one: Grid) -> tuple[list[str], list[list[str]]]:

@@ -32,8 +32,8 @@ def test_it_helps_where_all_seeds_say_so() -> None:
     assert [c.sign for c in cells] == [1, -1, 0]
     one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
     assert one.summary == (
-        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 seeds disagree; most at alpha 0.1, epochs 1: "
-        "+20.0 points"
+        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 the seeds disagree; most at alpha 0.1, "
+        "epochs 1: +20.0 points"
     )
     assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
 

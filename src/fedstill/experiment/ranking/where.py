@@ -92,7 +92,7 @@ class Grid:
         many = len(self.cells)
         return (
             f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds; in "
-            f"{many - helps - hurts} seeds disagree; most at {best.name}: {100 * best.gain:+.1f} points"
+            f"{many - helps - hurts} the seeds disagree; most at {best.name}: {100 * best.gain:+.1f} points"
         )
 
 
