@@ -1,4 +1,4 @@
-"""What ships of the ranking, made from the entries below results/rank: the table of all runs, and docs/ranking.md.
+"""What ships of the ranking, from the entries below results/rank and the maps: the table of runs, docs/ranking.md.
 
 ``python tools/ranking.py``; a test compares both files with what it writes.
 """
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.experiment.ranking.suites import suite_names
+from fedstill.report.map_file import shipped_maps
+from fedstill.report.maps_shown import maps_text
 from fedstill.report.ranked import every_standing, rows_below
 from fedstill.report.ranking_files import run_lines, tables_text
 from fedstill.report.ranking_page import HOW, INTERVALS, MEANS, copied_fields
@@ -22,9 +24,10 @@ PAGE = ROOT / "docs" / "ranking.md"
 
 HEAD = f"""# The ranking
 
-Which methods forget, and which learn? This page is made from the entries that ship (`results/rank/`), by
-`python tools/ranking.py`; a test compares it with them. `fedstill rank page` writes the same as one HTML file, with
-pictures and tables to sort. [How to enter a method, and what is checked](enter_the_ranking.md).
+Which methods forget, and which learn? This page is made from the entries that ship (`results/rank/`) and the maps
+(`src/fedstill/recipes/rank/maps/`), by `python tools/ranking.py`; a test compares it with them.
+`fedstill rank page` writes the same as one HTML file, with pictures and tables to sort.
+[How to enter a method, and what is checked](enter_the_ranking.md).
 
 {MEANS}
 
@@ -60,7 +63,7 @@ def document(every: Sequence[Standings]) -> str:
         parts.append(
             f"## Suites without entries\n\n{', '.join(bare)}: settings and tries are fixed, runs are to come.\n"
         )
-    return "\n".join(parts)
+    return "\n".join([*parts, maps_text(shipped_maps())])
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ import tiny_ranking
 from fedstill.cli import call
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.experiment.comparing.variants import Variant
-from fedstill.report import ranked, side_by_side
+from fedstill.experiment.ranking import suites, where
+from fedstill.report import map_file, ranked, side_by_side
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +53,14 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {r["replayed"] for r in rows} == {"bits"}
 
 
-@pytest.mark.parametrize("command", [["run", "digits", "--track", "space"], ["choose", "digits"], ["map", "fedntd"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "digits", "--track", "space"],
+        ["choose", "digits"],
+        ["map", "fedntd", "--grid", "topology.sampled=1,2"],
+    ],
+)
 def test_a_command_that_is_stopped_says_so_in_one_line(
     command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +131,10 @@ def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pyte
         (["check", "nowhere"], "rank check: name at least one folder of an entry"),
         (["enter", "nowhere.py"], "there is no file nowhere.py"),
         (["page", "nowhere"], "nowhere holds no entry"),
+        (["map", "fedlcc"], "unknown method 'fedlcc'; did you mean 'fedlc'?"),
+        (["map", "fedntd"], "topology.sampled = 5 is more than the 4 clients there are"),
+        (["map", "fedmd", "--grid", "rounds=1"], "public"),
+        (["map", "fedntd", "--into-package", "--grid", "rounds=1"], "a map that ships is of a method of fedstill"),
     ],
 )
 def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,3 +142,53 @@ def test_what_is_wrong_is_one_line(words: list[str], said: str, capsys: pytest.C
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_method_without_a_row_is_mapped_and_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to the page and to what explain says of a config on the same setting."""
+    monkeypatch.setattr(map_file, "_folder", lambda: tmp_path / "maps")
+    monkeypatch.setattr(where, "AXES", {"partition.alpha": (0.5, "even"), "plan.epochs": (1, 4)})
+    assert call(["rank", "map", "FedLC", "--out", "out", "--into-package"]) == 0
+    said = capsys.readouterr().out
+    assert "FedLC helps in " in said
+    assert (tmp_path / "maps" / "fedlc.csv").read_text() == (tmp_path / "out" / "fedlc" / "map.csv").read_text()
+    assert call(["rank", "page", "--out", "page"]) == 0
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert map_file.shipped_maps()["fedlc"].summary in page
+    assert "No map ships yet of FedNTD, FedADKD" in page
+    capsys.readouterr()
+    (config,) = (tmp_path / "out" / "runs").glob("*alpha_even*epochs_4*FedLC*/seed0/config.toml")
+    assert call(["explain", str(config), "--no-split"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "map: the nearest cell of the ranking's maps (digits) is alpha even, epochs 4: labels " in said
+    assert "map: FedLC was " in said
+    assert call(["explain", str(config), "--no-split", "-s", "plan.train.epochs=400"]) == 0
+    assert "map:" not in capsys.readouterr().out, "too far from every cell"
+
+
+def test_a_suite_of_ones_own_from_choosing_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file and the commands that the page on entering shows."""
+    monkeypatch.setattr(suites, "chosen_from", lambda *_: {})
+    monkeypatch.setattr(suites, "_own", {})
+    text = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
+    _, _, after = text.partition('```toml title="clinics.toml"\n')
+    shown, _, after = after.partition("```")
+    (tmp_path / "clinics.toml").write_text(shown)
+    commands = [line.split() for line in after.split("```")[1].splitlines() if line]
+    assert [words[:3] for words in commands] == [["fedstill", "rank", v] for v in ("choose", "run", "check", "page")]
+    said = []
+    for words in commands:
+        assert call(words[1:]) == 0
+        said.append(capsys.readouterr().out)
+    assert "Clinics, two splits" in said[1]
+    assert said[2].count("replayed here: bits") == 3
+    assert (tmp_path / "clinics" / "clinics" / "chosen.toml").is_file()
+    page = (tmp_path / "clinics" / "page" / "index.html").read_text()
+    assert "clinics: Clinics, two splits" in page
+    assert "map ships" not in page
+    monkeypatch.setattr(suites, "_own", {})
+    assert call(["rank", "check", "clinics/entries/clinics"]) != 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import load_suite
+from fedstill.experiment.ranking.where import AXES, Grid, MapCell
 from fedstill.report.page import write_page
 from fedstill.report.ranking_page import write_ranking_page
 from fedstill.report.standings import RankedRow, standings
@@ -96,6 +98,13 @@ def test_a_selector_shows_another_seed(browser: Any, finished: Path, tmp_path: P
     assert [e for e in browser.get_log("browser") if e["level"] in ("SEVERE", "WARNING")] == []
 
 
+def made_up_map() -> Grid:
+    """36 cells that are all alike."""
+    scores = [{s: Score(a, 0.9, a / 0.9, 0.1, nan, nan, 1, 1, 1.0, 30) for s in range(3)} for a in (0.6, 0.5)]
+    each = [dict(zip(AXES, values, strict=True)) for values in itertools.product(*AXES.values())]
+    return Grid("FedNTD", AXES, [MapCell(values, *scores) for values in each])
+
+
 @pytest.mark.parametrize("width", [1200, 400])
 def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(browser: Any, tmp_path: Path, width: int) -> None:
     suite = load_suite("digits-space")
@@ -107,11 +116,14 @@ def test_the_page_of_the_ranking_is_drawn_and_sorted_on_a_click(browser: Any, tm
         for name, a in zip(("FedAvg", "FedNTD", "joint"), draw.uniform(0.4, 0.8, 3), strict=True)
     }
     one = standings(suite, [RankedRow(name, own) for name, own in scores.items()])
-    page = write_ranking_page([one], tmp_path / "index.html")
+    page = write_ranking_page([one], tmp_path / "index.html", {"fedntd": made_up_map()})
     screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
     opened(browser, page)
-    assert browser.execute_script("return document.querySelectorAll('.main-svg .subplot.xy').length") == 2
+    assert browser.execute_script("return document.querySelectorAll('.main-svg .subplot.xy').length") == 2 + 3
+    browser.execute_script("document.querySelector('#maps details').open = true")
+    wide = "return [...document.querySelectorAll('#maps .chart')].map(c => c.getBoundingClientRect().width)"
+    assert all(100 < v <= width for v in browser.execute_script(wide))
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     table = "document.querySelector('table.sortable')"
     column = f"return [...{table}.tBodies[0].rows].map((r) => r.cells[4].textContent)"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Grid, Jobs, Quiet, say
+from fedstill.cli.app import Flag, Grid, Jobs, Quiet, say
 from fedstill.cli.rank import RUNS, doing, rank, suites_of
 
 Suites = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
@@ -73,10 +73,11 @@ def rank_page(
         entries: Folders or packs of entries, beside what ships.
         out: The folder for index.html (one file, no network), table.md, table.csv (a line a run), standings.csv and
             table.tex.
-        shipped: Whether what ships is in it.
+        shipped: Whether what ships is in it, maps too.
         suite: The file of a suite of yours, of which entries are. May be repeated.
     """
     from fedstill.experiment.ranking.suites import own_suite
+    from fedstill.report.map_file import shipped_maps
     from fedstill.report.ranked import every_standing, rows_below, shipped_rows
     from fedstill.report.ranking_files import write_ranking_files
     from fedstill.report.ranking_page import write_ranking_page
@@ -89,7 +90,7 @@ def rank_page(
     standing = every_standing(both, suites)
     for line in left_out:
         say(f"left out: {line}", 0)
-    print(write_ranking_page(standing, out / "index.html"))
+    print(write_ranking_page(standing, out / "index.html", shipped_maps() if shipped else None))
     print("\n".join(map(str, write_ranking_files(standing, out))))
     return int(bool(left_out))
 
@@ -102,34 +103,44 @@ def rank_map(
     grid: Grid = (),
     out: Path | None = None,
     jobs: Jobs = None,
+    into_package: Flag = False,
     quiet: Quiet = False,
 ) -> int:
-    """Show where a method helps: its gain over FedAvg, cell by cell, with the fields that it ships with.
+    """Show where a method helps: its gain over FedAvg, cell by cell, on the settings of the suite TIER-space.
 
-    Cells are four splits x three numbers of local epochs x three numbers of clients a round, on three seeds. The same
-    command goes on where it was stopped.
+    A row of the suite has the fields chosen there; any other method its documented ones. Cells are four splits x three
+    numbers of local epochs x three numbers of clients a round, on three seeds. The same command goes on where it was
+    stopped.
 
     Args:
-        method: A row of the suite TIER-space, by its name or its method's, e.g. fedntd.
+        method: A row of the suite or any method, e.g. fedntd or fedlc (fedstill list method), or a method's file.
         tier: digits (minutes a method), small (hours), or the file of a suite of yours.
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
         out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset, one under runs/rank.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
+        into_package: Also put it among the maps that ship, as who keeps the suites does: tier digits, the usual axes.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
+    from fedstill.errors import ConfigError
     from fedstill.experiment.config.overrides import parse_grid
     from fedstill.experiment.ranking.competing import suite_at
     from fedstill.experiment.ranking.entries import slug
-    from fedstill.experiment.ranking.where import AXES, grid_of
+    from fedstill.experiment.ranking.where import AXES, grid_of, row_to_map
     from fedstill.report import terminal
+    from fedstill.report.map_file import keep_map
     from fedstill.report.where_it_helps import cell_table, write_map
 
     (suite,) = [suite_at(one, RUNS) for one in suites_of(tier, "space")]
-    row = suite.row_named(method)
+    suite, row = row_to_map(suite, method)
+    name = str(suite.method(row)["name"])
+    if into_package and (tier != "digits" or grid or ".py" in name):
+        raise ConfigError("a map that ships is of a method of fedstill on the tier digits, without --grid")
     folder = out or RUNS / f"map-{tier}"
     with doing(folder, jobs, quiet) as do:
         drawn = grid_of(suite, row, parse_grid(grid) or AXES, folder / "runs", do)
     terminal.console().print(terminal.table(*cell_table(drawn), words=1))
     print(f"\n{drawn.summary}")
     print("\n".join(map(str, write_map(drawn, folder / slug(row)))))
+    if into_package:
+        print(keep_map(drawn, name))
     return 0

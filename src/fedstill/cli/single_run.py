@@ -1,4 +1,4 @@
-"""Commands for one run, and for what there is to run: run, resume, explain, list."""
+"""Commands for one run, and for what there is to run: run, resume, list."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, Tr
 from fedstill.errors import Interrupted
 
 if TYPE_CHECKING:
-    from fedstill.experiment.explain import Cost
     from fedstill.experiment.run_directory.result import Result
 
 OF_SERVER = (
@@ -20,9 +19,6 @@ OF_SERVER = (
     ("forgetting", "forgetting"),
 )
 """What is said of the server's model."""
-
-DEAR = 0.25
-"""From which share of training on a measure's cost is warned of."""
 
 
 @app.command(name="run")
@@ -91,48 +87,6 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
     return _show(result, again=settings.query.again is not None)
 
 
-@app.command
-def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
-    """Check a config as a run would; show every value with its origin, the arithmetic of a run, and the data's split.
-
-    Args:
-        config: The experiment, a TOML file. Unset, the defaults.
-        set_: A value over the file's, as key=value. May be repeated.
-        split: Draw the split, clients × classes.
-    """
-    from fedstill.experiment import explain as explained
-    from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.settle import settle
-    from fedstill.experiment.preparing.prepared import prepare
-    from fedstill.experiment.who_asks import who_asks
-    from fedstill.report import catalogue, terminal
-    from fedstill.report.drawn_data import drawn_data
-
-    settings = settle(load(config, set_))
-    screen = terminal.console(sentences=True)
-    rows = [
-        (key, catalogue.value(value), origin, explained.about_key(settings, key))
-        for key, value, origin in explained.resolved_values(settings)
-    ]
-    screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
-    prepared = prepare(settings)
-    screen.print()
-    one_round = explained.arithmetic(prepared)
-    screen.print(terminal.table(["what", "how much"], one_round.lines()))
-    for line in explained.told_of_examples(prepared):
-        screen.print(f"data: {line}", soft_wrap=True)
-    _explain_measures(explained.costs(prepared, one_round), one_round.many)
-    screen.print()
-    networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
-    screen.print(terminal.table(["network", "parameters", "has"], networks))
-    if split and prepared.sites.parts:
-        screen.print()
-        _explain_queries(*who_asks(prepared))
-        for drawn in drawn_data(prepared, min(screen.width, 160)):
-            screen.print(drawn)
-    return 0
-
-
 @app.command(name="list")
 def list_(
     kind: Kind | None = None,
@@ -159,33 +113,6 @@ def list_(
             screen.print(terminal.table([one, "what it is"], [(e.name, e.summary) for e in entries], words=3))
             screen.print()
     return 0
-
-
-def _explain_measures(costs: Sequence[Cost], many: str) -> None:
-    from fedstill.report import terminal
-
-    screen = terminal.console(sentences=True)
-    if costs:
-        head = ["measure", "what it is", "rounds", f"{many} a round", "of training"]
-        screen.print()
-        screen.print(terminal.table(head, [c.row for c in costs], words=2))
-    for cost in costs:
-        if cost.share > DEAR:
-            more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
-            todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
-            screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
-
-
-def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
-    from fedstill.report import terminal
-
-    screen = terminal.console(sentences=True)
-    if rows:
-        screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
-    if said:
-        screen.print(said, soft_wrap=True)
-    if rows or said:
-        screen.print()
 
 
 def _last_seen(result: Result, key: str) -> float | None:

@@ -83,7 +83,7 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
             count = _examples(prepared, client, stage)
             if client != SERVER:  # what the server computes itself is not sent
                 down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
-            own = _steps(prepared, stage, count)
+            own = local_steps(prepared, stage, count)
             examples, steps, trained = examples + count, steps + own, trained + _trained(prepared, stage, count, own)
     return Arithmetic(
         stages=_shown(stages),
@@ -206,7 +206,8 @@ def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
     return len(prepared.sites.view(client, stage).data)
 
 
-def _steps(prepared: Prepared, stage: Stage, examples: int) -> int:
+def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
+    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing is trained."""
     plan = prepared.world.plans.get(stage.name)
     if plan is None:
         return 0

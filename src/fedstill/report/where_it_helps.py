@@ -7,13 +7,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedstill.experiment.ranking.scoring import NUMBERS
 from fedstill.experiment.ranking.where import Grid, MapCell
 from fedstill.files import make_folder, write_whole
 from fedstill.report.figures import Figure, layout
+from fedstill.report.map_file import map_text
 from fedstill.report.markup import Html, escape, figure, grid, html_table, section, sentence
 from fedstill.report.page import document
-from fedstill.report.table_files import csv_text, markdown
+from fedstill.report.table_files import markdown
 
 PARTS = ("map-of-gains", "map-cells")
 """The sections of the page."""
@@ -33,7 +33,7 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
     head, lines = cell_table(one)
     texts = {
         "index.html": _page(one),
-        "map.csv": csv_text(*_run_lines(one)),
+        "map.csv": map_text(one),
         "map.md": f"{one.summary}.\n\n{markdown(head, lines)}",
     }
     for name, text in texts.items():
@@ -54,29 +54,24 @@ def _numbers(cell: MapCell) -> list[str]:
     return [f"{100 * cell.gain:+.1f}", ends, f"{100 * accuracy:.1f}", f"{100 * kept:.1f}"]
 
 
-def _run_lines(one: Grid) -> tuple[list[str], list[list[str]]]:
-    lines = []
-    for cell in one.cells:
-        for who, scores in ((one.row, cell.ours), ("FedAvg", cell.theirs)):
-            for seed, score in scores.items():
-                values = [*map(str, cell.values.values())]
-                lines.append([who, *values, str(seed), *("" if v != v else repr(v) for v in score.table.values())])
-    return ["method", *one.axes, "seed", *NUMBERS], lines
-
-
 def _page(one: Grid) -> str:
     title = f"Where {one.row} helps"
-    keys = list(one.axes)
-    panels = list(one.axes[keys[2]]) if len(keys) > 2 else [None]
-    drawn = []
-    for value in panels:
-        cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
-        name = "" if value is None else f"{keys[2]} = {value}"
-        drawn.append(figure([_panel(one, cells)], f"{name} {SAYS}", Html(escape(name or title)), "map"))
-    shown = section("Gain over FedAvg", sentence(SAYS), grid(drawn, "small"), name=PARTS[0])
+    shown = section("Gain over FedAvg", sentence(SAYS), panels(one), name=PARTS[0])
     table = section("All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1])
     head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}.</p></header>"
     return document(title, f"{head}{shown.text}{table.text}")
+
+
+def panels(one: Grid) -> Html:
+    """A picture for each value of the last axis."""
+    keys = list(one.axes)
+    drawn = []
+    for value in list(one.axes[keys[2]]) if len(keys) > 2 else [None]:
+        cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
+        name = "" if value is None else f"{keys[2]} = {value}"
+        title = Html(escape(name or f"Where {one.row} helps"))
+        drawn.append(figure([_panel(one, cells)], f"{name} {SAYS}", title, "map"))
+    return grid(drawn, "small")
 
 
 def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
@@ -107,4 +102,4 @@ def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
 def _text(cell: MapCell) -> str:
     """The number of a cell, marked where seeds disagree, and FedAvg's own accuracy below it."""
     accuracy = fmean(score.accuracy for score in cell.theirs.values())
-    return f"{'' if cell.sign else '~'}{100 * cell.gain:+.1f}<br>({100 * accuracy:.0f} %)"
+    return f"{cell.shown}<br>({100 * accuracy:.0f} %)"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import tiny_ranking
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import Suite
-from fedstill.experiment.ranking.where import AXES, EVEN, Grid, MapCell, grid_of
+from fedstill.experiment.ranking.where import AXES, EVEN, Grid, MapCell, grid_of, row_to_map
 from fedstill.report.where_it_helps import cell_table, write_map
 
 
@@ -32,8 +32,8 @@ def test_it_helps_where_all_seeds_say_so() -> None:
     assert [c.sign for c in cells] == [1, -1, 0]
     one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
     assert one.summary == (
-        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 seeds disagree; most at alpha 0.1, epochs 1: "
-        "+20.0 points"
+        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 the seeds disagree; most at alpha 0.1, "
+        "epochs 1: +20.0 points"
     )
     assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
 
@@ -61,3 +61,26 @@ def test_what_cannot_be_mapped_is_refused(suite: Suite, tmp_path: Path) -> None:
         grid_of(suite, "FedAvg", AXES, tmp_path, tiny_ranking.do)
     with pytest.raises(ConfigError, match="have 1000 cells; 200 is the most"):
         grid_of(suite, "FedNTD", {"rounds": range(1, 1001)}, tmp_path, tiny_ranking.do)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "method"),
+    [("fedntd", "FedNTD", "fedntd"), ("fedlc", "FedLC", "fedlc"), ("FedSOL", "FedSOL", "fedsol"), ("kd", "kd", "kd")],
+)
+def test_a_method_without_a_row_has_its_documented_defaults(suite: Suite, name: str, row: str, method: str) -> None:
+    wider, called = row_to_map(suite, name)
+    assert called == row
+    assert wider.method(row)["name"] == method
+    if row != "FedNTD":
+        assert wider.method(row) == {"name": method}
+        assert wider.settings_chosen(row) == {}
+        assert row not in wider.competing
+
+
+def test_a_method_of_a_file_is_mapped(suite: Suite, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text('from fedstill.methods.fedavg import FedAvg\n\n\nclass Mine(FedAvg):\n    """Own."""\n')
+    wider, row = row_to_map(suite, f"{file}:Mine")
+    assert (row, wider.method(row)) == ("Mine", {"name": f"{file}:Mine"})
+    with pytest.raises(UnknownName, match="unknown method 'fedlcc'; did you mean 'fedlc'"):
+        row_to_map(suite, "fedlcc")

@@ -124,6 +124,10 @@ class Suite:
             for number, one in enumerate(self.tries[row])
         ]
 
+    def with_defaults(self, name: str, method: str) -> Suite:
+        """The suite with one row more, of a method with its documented defaults; nothing is tried or chosen of it."""
+        return replace(self, recipe=replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}}))
+
     def with_row(self, name: str, method: str, tries: Sequence[Try]) -> Suite:
         """The suite with one row more, of a newcomer's method; raises ConfigError for a name that is taken."""
         if name in self.recipe.rows:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.errors import ConfigError
+from fedstill import registry
+from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.comparing.recipes import Recipe
 from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.config.named_tables import resolved_name
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.ranking.carried_out import Do, Ended, ended
+from fedstill.experiment.ranking.cell_settings import Setting, setting_of
 from fedstill.experiment.ranking.entries import column_of
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import Suite
@@ -34,11 +38,22 @@ MOST_CELLS = 200
 
 @dataclass(frozen=True)
 class MapCell:
-    """One setting: its values by key, the method's and FedAvg's scores by seed."""
+    """One setting: its values by key, the method's and FedAvg's scores by seed, and where FedAvg's runs stand."""
 
     values: Mapping[str, Any]
     ours: Mapping[int, Score]
     theirs: Mapping[int, Score]
+    settings: Mapping[int, Setting] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Its values, as people read them."""
+        return _name(self.values)
+
+    @property
+    def setting(self) -> Setting:
+        """The mean over seeds of where it stands."""
+        return Setting(*map(statistics.fmean, zip(*map(astuple, self.settings.values()), strict=True)))
 
     @property
     def gains(self) -> list[float]:
@@ -49,6 +64,11 @@ class MapCell:
     def gain(self) -> float:
         """Its mean."""
         return statistics.fmean(self.gains)
+
+    @property
+    def shown(self) -> str:
+        """The gain in points, with a ~ where seeds disagree."""
+        return f"{'' if self.sign else '~'}{100 * self.gain:+.1f}"
 
     @property
     def sign(self) -> int:
@@ -69,18 +89,37 @@ class Grid:
         """How often it helps and hurts, and where most, in a sentence."""
         helps, hurts = (sum(cell.sign == s for cell in self.cells) for s in (1, -1))
         best = max(self.cells, key=lambda cell: cell.gain)
-        where = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in best.values.items())
         many = len(self.cells)
         return (
             f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds; in "
-            f"{many - helps - hurts} seeds disagree; most at {where}: {100 * best.gain:+.1f} points"
+            f"{many - helps - hurts} the seeds disagree; most at {best.name}: {100 * best.gain:+.1f} points"
         )
+
+
+def row_to_map(suite: Suite, name: str) -> tuple[Suite, str]:
+    """The suite and one of its rows; a method that has none gets one, with its documented defaults, nothing chosen.
+
+    ``name``: a row's, a registered method's, or a method's file. Raises UnknownName for what is none of these.
+    """
+    own_file = name.partition(":")[0].endswith(".py")
+    try:
+        return suite, suite.row_named(name)
+    except UnknownName:
+        known = [*suite.recipe.rows, *registry.names("method")]
+        if not own_file and name.lower() not in known:
+            raise UnknownName("method", name, known) from None
+    method = resolved_name("method", name if own_file else name.lower(), None)
+    entry = registry.lookup("method", method)
+    called = entry.name if entry.preset else getattr(entry.target, "__name__", entry.name)
+    row = entry.name if called in suite.recipe.rows else called
+    return suite.with_defaults(row, method), row
 
 
 def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, do: Do) -> Grid:
     """The map of a row, when its runs are done; the same call goes on where it was stopped.
 
-    Fields are those chosen in the suite, the learning rate FedAvg's. Raises ConfigError for too many cells, or values
+    Fields are those chosen in the suite, or the documented ones where nothing is tried; the learning rate is FedAvg's.
+    Raises ConfigError for too many cells, or values
     that cannot be run.
     """
     each = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
@@ -92,15 +131,28 @@ def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path
     columns = {name: _column(suite, cell) for name, cell in named.items()}
     recipe = replace(suite.recipe, columns=columns, only={})
     runs = {who: _runs(suite, recipe, who, list(columns), out) for who in (suite.floor, row)}
+    prepare(runs[row][0].settings)  # refuses now what does not fit
+    standing = _standing(runs[suite.floor])
     done = ended([run for own in runs.values() for run in own], do)
     scores = {who: _by_cell([one for one in done if one.run in own]) for who, own in runs.items()}
-    return Grid(row, axes, [MapCell(cell, scores[row][n], scores[suite.floor][n]) for n, cell in named.items()])
+    ours, theirs = scores[row], scores[suite.floor]
+    return Grid(row, axes, [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()])
 
 
 def _runs(suite: Suite, recipe: Recipe, row: str, columns: Sequence[str], out: Path) -> list[Variant]:
     chosen = {k: v for k, v in suite.settings_chosen(row).items() if k != "plan.lr"}
     rate = {k: v for k, v in suite.settings_chosen(suite.floor).items() if k == "plan.lr"}
     return recipe.variants([(row, column) for column in columns], SEEDS, {**chosen, **rate}, out)
+
+
+def _standing(runs: Iterable[Variant]) -> dict[str, dict[int, Setting]]:
+    """Where the runs of each cell stand, by seed; nothing of those that have tasks, for example."""
+    where: dict[str, dict[int, Setting]] = {}
+    for run in runs:
+        own = where.setdefault(run.label.partition(" | ")[2], {})
+        if there := setting_of(prepare(run.settings)):
+            own[run.seed] = there
+    return where
 
 
 def _by_cell(runs: Sequence[Ended]) -> dict[str, dict[int, Score]]:

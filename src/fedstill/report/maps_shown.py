@@ -1,0 +1,63 @@
+"""The maps that ship, on the ranking's page and in Markdown: a sentence and the gains of every cell for each method."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from fedstill.experiment.ranking.where import Grid
+from fedstill.report.map_file import MAPPED
+from fedstill.report.markup import Html, folded, html_table, section, sentence
+from fedstill.report.table_files import markdown
+from fedstill.report.where_it_helps import SAYS, cell_table, panels
+
+MAPS = "maps"
+"""The section's name."""
+
+TITLE = "Where a method helps"
+
+WHAT = (
+    "The gain over FedAvg on digits with a small network: four splits, three numbers of local epochs, three numbers of"
+    " clients a round of 20, three seeds. Fields are those chosen in the track space, one setting for all cells, or the"
+    " documented ones of a method that is not in it; the learning rate is FedAvg's. A method helps or hurts in a cell"
+    " if all three seeds say so."
+)
+
+TABLE = "In points, the mean over three seeds; ~: seeds disagree."
+
+COMMAND = "fedstill rank map METHOD"
+"""What anybody maps a method with."""
+
+
+def maps_section(maps: Mapping[str, Grid]) -> Html:
+    """The section of the page: each method's pictures and cells, and which maps are missing."""
+    parts = [sentence(f"{WHAT} {SAYS}" if maps else WHAT)]
+    for one in maps.values():
+        cells = html_table(*cell_table(one), "numbers wide sortable")
+        parts += [sentence(f"{one.summary}."), folded(f"The map of {one.row}, and all its cells", panels(one), cells)]
+    return section(TITLE, *parts, *map(sentence, missing(maps)), name=MAPS)
+
+
+def maps_text(maps: Mapping[str, Grid]) -> str:
+    """The same in Markdown, without pictures."""
+    parts = [f"## {TITLE}", WHAT, *([TABLE] if maps else [])]
+    for one in maps.values():
+        parts += [f"### {one.row}", f"{one.summary}.", markdown(*gain_table(one)).rstrip()]
+    return "\n\n".join([*parts, *missing(maps)]) + "\n"
+
+
+def missing(maps: Mapping[str, Grid]) -> Iterator[str]:
+    """A sentence on the maps that are to ship and do not yet; nothing where all do."""
+    if left := [row for name, row in MAPPED.items() if name not in maps]:
+        yield f"No map ships yet of {', '.join(left)}. {COMMAND} makes one of any method."
+
+
+def gain_table(one: Grid) -> tuple[list[str], list[list[str]]]:
+    """A line for each value of the first axis, a column for each of the others together."""
+    first, *others = one.axes
+    others = others[::-1]
+    by = {(cell.values[first], tuple(cell.values[key] for key in others)): cell for cell in one.cells}
+    columns = list(itertools.product(*(one.axes[key] for key in others)))
+    named = [", ".join(f"{k.rpartition('.')[2]} {v}" for k, v in zip(others, c, strict=True)) for c in columns]
+    lines = [[str(value), *(by[value, c].shown for c in columns)] for value in one.axes[first]]
+    return [first.rpartition(".")[2], *named], lines

@@ -1,0 +1,92 @@
+"""The nearest cell of a map, and what is said of it, on maps made by hand."""
+
+from __future__ import annotations
+
+from math import nan
+
+import pytest
+
+from fedstill.experiment.ranking.cell_settings import Setting
+from fedstill.experiment.ranking.nearest import APART, away, nearest_cell, told_of_maps
+from fedstill.experiment.ranking.scoring import Score
+from fedstill.experiment.ranking.where import Grid, MapCell
+
+PLACES = {(0.1, 1): Setting(0.4, 0.05, 0.25), (0.1, 10): Setting(0.4, 0.5, 0.25), (0.5, 1): Setting(0.2, 0.05, 0.25)}
+
+
+def score(accuracy: float) -> Score:
+    return Score(accuracy, 0.9, accuracy / 0.9, 0, nan, nan, 1, 1, 1.0, 2)
+
+
+def made(row: str, *gains: tuple[float, ...], placed: bool = True) -> Grid:
+    """A map with the gains by seed of each of the three cells."""
+    cells = [
+        MapCell(
+            {"partition.alpha": alpha, "plan.epochs": epochs},
+            {s: score(0.5 + g) for s, g in enumerate(own)},
+            {s: score(0.5) for s in range(len(own))},
+            dict.fromkeys(range(len(own)), where) if placed else {},
+        )
+        for ((alpha, epochs), where), own in zip(PLACES.items(), gains, strict=True)
+    ]
+    return Grid(row, {"partition.alpha": (0.1, 0.5), "plan.epochs": (1, 10)}, cells)
+
+
+FEDNTD = made("FedNTD", (0.1, 0.2, 0.3), (-0.1, -0.2, -0.3), (0.1, -0.1, 0.3))
+FEDLC = made("FedLC", (0.3, 0.3, 0.3), (-0.1, 0.1, 0.1), (-0.1, -0.1, -0.1))
+MAPS = {"fedntd": FEDNTD, "fedlc": FEDLC}
+
+
+@pytest.mark.parametrize(
+    ("here", "values"),
+    [
+        (Setting(0.4, 0.05, 0.25), (0.1, 1)),
+        (Setting(0.31, 0.05, 0.25), (0.1, 1)),
+        (Setting(0.29, 0.05, 0.25), (0.5, 1)),
+        (Setting(0.4, 0.09, 0.4), (0.1, 1)),
+        (Setting(0.4, 0.3, 0.25), (0.1, 10)),
+        (Setting(0.4, 0.16, 0.25), None),  # more than twice 0.05, less than half 0.5
+        (Setting(0.4, 0.05, 0.51), None),
+        (Setting(0.4, 0.05, 0.1), None),
+        (Setting(0.51, 0.05, 0.25), None),
+        (Setting(0.09, 0.05, 0.25), None),
+        (Setting(0.4, 0.0, 0.25), None),
+    ],
+)
+def test_the_nearest_cell_and_none_that_is_too_far(here: Setting, values: tuple[float, int] | None) -> None:
+    cell = nearest_cell(FEDNTD, here)
+    assert (cell and tuple(cell.values.values())) == values
+
+
+def test_units_are_a_label_distance_and_factors_of_two() -> None:
+    here = Setting(0.4 + APART, 0.05 / 4, 0.5)
+    assert away(FEDNTD.cells[0], here) == pytest.approx((1, 2, 1))
+
+
+def test_a_method_with_a_map_is_said_of_itself() -> None:
+    near, own = told_of_maps(MAPS, "fedntd", Setting(0.38, 0.06, 0.2))
+    assert near == (
+        "map: the nearest cell of the ranking's maps (digits) is alpha 0.1, epochs 1: labels 0.40 from the whole (here "
+        "0.38), 0.05 local steps an example (here 0.06), 25 % of clients a round (here 20 %). FedAvg reached 50.0 % "
+        "there."
+    )
+    assert own == "map: FedNTD was +20.0 points from FedAvg there (+10.0 to +30.0): it helped on all seeds."
+    assert "it hurt on all seeds" in list(told_of_maps(MAPS, "fedntd", Setting(0.4, 0.5, 0.25)))[1]
+    assert list(told_of_maps(MAPS, "fedntd", Setting(0.2, 0.05, 0.25)))[1].endswith("(-10.0 to +30.0): seeds disagree.")
+
+
+def test_of_another_method_the_best_are_said() -> None:
+    said = [list(told_of_maps(MAPS, "fedavg", where))[1] for where in PLACES.values()]
+    assert said == [
+        "map: most helped there, in points over FedAvg and on all seeds: FedLC +30.0, FedNTD +20.0.",
+        "map: none of FedNTD, FedLC was above FedAvg there on all seeds.",
+        "map: none of FedNTD, FedLC was above FedAvg there on all seeds.",
+    ]
+
+
+def test_nothing_is_said_without_a_map_a_near_cell_or_a_setting() -> None:
+    at = Setting(0.4, 0.05, 0.25)
+    assert list(told_of_maps({}, "fedntd", at)) == []
+    assert list(told_of_maps(MAPS, "fedntd", None)) == []
+    assert list(told_of_maps(MAPS, "fedntd", Setting(0.69, 5.0, 1.0))) == []
+    assert list(told_of_maps({"x": made("X", (0.1,), (0.1,), (0.1,), placed=False)}, "x", at)) == []

@@ -1,0 +1,90 @@
+"""Maps as files, on the ranking's page and in Markdown, from one made up by hand."""
+
+from __future__ import annotations
+
+import html
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from fedstill.errors import CorruptFile
+from fedstill.experiment.ranking.cell_settings import Setting
+from fedstill.experiment.ranking.scoring import Score
+from fedstill.experiment.ranking.where import AXES, Grid, MapCell
+from fedstill.report import map_file
+from fedstill.report.map_file import MAPPED, keep_map, map_from, map_text, shipped_maps
+from fedstill.report.maps_shown import gain_table, maps_text
+from fedstill.report.ranking_page import ranking_page
+
+
+def made_up(row: str = "FedNTD") -> Grid:
+    """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two take part."""
+    cells = []
+    for i, alpha in enumerate(AXES["partition.alpha"]):
+        for epochs in AXES["plan.epochs"]:
+            for sampled in AXES["topology.sampled"]:
+                spread = 0.5 if sampled == 2 else 0.01
+                ours = {s: _score(0.5 + 0.01 * epochs - 0.02 * i + spread * (s - 1)) for s in range(3)}
+                values = {"partition.alpha": alpha, "plan.epochs": epochs, "topology.sampled": sampled}
+                there = {s: Setting(0.1 * i, epochs / 20, sampled / 20) for s in range(3)}
+                cells.append(MapCell(values, ours, {s: _score(0.5) for s in range(3)}, there))
+    return Grid(row, {key: list(values) for key, values in AXES.items()}, cells)
+
+
+def _score(accuracy: float) -> Score:
+    return Score(accuracy, 0.9, accuracy / 0.9, 0.1, nan, nan, 10, 10, 1.5, 30)
+
+
+@pytest.fixture
+def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Grid]:
+    """Two maps in the place of those that ship."""
+    monkeypatch.setattr(map_file, "_folder", lambda: tmp_path / "maps")
+    keep_map(made_up("FedLC"), "fedlc")
+    keep_map(made_up(), "fedntd")
+    return shipped_maps()
+
+
+def test_a_map_is_read_back_as_it_was_written(ships: dict[str, Grid]) -> None:
+    assert list(ships) == ["fedntd", "fedlc"], "in the order of the page"
+    for name, row in (("fedntd", "FedNTD"), ("fedlc", "FedLC")):
+        one, back = made_up(row), ships[name]
+        assert (back.row, back.axes) == (row, one.axes)
+        assert back.summary == one.summary
+        assert [(c.values, c.gains, c.settings) for c in back.cells] == [
+            (c.values, c.gains, c.settings) for c in one.cells
+        ]
+        assert map_text(back) == map_text(one)
+
+
+def test_a_map_that_lacks_a_run_is_refused() -> None:
+    lines = map_text(made_up()).splitlines(keepends=True)
+    for text in ("".join(lines[:-1]), lines[0], "a,b\n1,2\n", "", "".join([*lines, lines[-1].replace("FedAvg", "X")])):
+        with pytest.raises(CorruptFile, match="this is no map's table of runs"):
+            map_from(text)
+
+
+def test_the_table_has_every_cell_once(ships: dict[str, Grid]) -> None:
+    head, lines = gain_table(ships["fedntd"])
+    assert head[:4] == ["alpha", "sampled 2, epochs 1", "sampled 2, epochs 3", "sampled 2, epochs 10"]
+    assert lines[0] == ["0.05", "~+1.0", "~+3.0", "~+10.0", "~+1.0", "+3.0", "+10.0", "~+1.0", "+3.0", "+10.0"]
+    assert lines[3] == ["even", "~-5.0", "~-3.0", "~+4.0", "-5.0", "-3.0", "+4.0", "-5.0", "-3.0", "+4.0"]
+
+
+def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Grid]) -> None:
+    page, text = html.unescape(ranking_page([], ships)), maps_text(ships)
+    for one in ships.values():
+        assert one.summary in page
+        assert one.summary in text
+    left = "No map ships yet of FedADKD, FedProx, SCAFFOLD, FedSOL. fedstill rank map METHOD makes one of any method."
+    assert left in text
+    assert left in page
+    assert page.count('class="chart"') == 2 * 3
+    assert text.count("| 0.05 |") == 2
+
+
+def test_nothing_is_guessed_where_no_map_ships() -> None:
+    assert "No map ships yet of FedNTD, FedADKD, FedProx, SCAFFOLD, FedLC, FedSOL." in maps_text({})
+    assert "|" not in maps_text({})
+    assert "No map ships" not in maps_text(dict.fromkeys(MAPPED, made_up()))
+    assert "Where a method helps" not in ranking_page([])
