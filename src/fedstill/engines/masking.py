@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fedstill import trees
@@ -46,14 +46,14 @@ class Masking:
         by_examples = getattr(method, "aggregation", "examples") == "examples"
         return Masking(privacy.secure_range or RANGE, privacy.secure_bits or BITS, share, by_examples)
 
-    def begun(self, stage: Stage, clients: Sequence[int]) -> Sum:
-        """The sum of a stage; raises BadPayload for too few clients."""
+    def begun(self, stage: Stage, clients: Sequence[int], word: str = "") -> Sum:
+        """The sum of a stage, and its word; raises BadPayload for too few clients."""
         if len(clients) < FEWEST_SUMMED:
             raise BadPayload(
                 f"{place(stage)}: a secure sum needs {FEWEST_SUMMED} clients, and the stage has {len(clients)}"
             )
         threshold = int(self.share * len(clients)) + 1
-        return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)))
+        return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)), word)
 
     def fixed(self, sum: Sum) -> FixedPoint:
         """How changes are rounded in a sum."""
@@ -141,16 +141,16 @@ def as_failed(reply: Reply, why: str) -> Reply:
     return replace(reply, up=NOTHING, examples=0, metrics={}, failure=why)
 
 
-def demand_left(sum: Sum, left: Mapping[int, object], replies: Sequence[Reply]) -> None:
-    """Raise TooFewReplies where too few masked vectors came; it says why the first did not."""
+def demand_left(sum: Sum, there: Collection[int], replies: Sequence[Reply], did: str = "sent masked vectors") -> None:
+    """Raise TooFewReplies where too few clients did something; it says why the first did not."""
     try:
-        sum.demand(left, "sent masked vectors")
+        sum.demand(there, did)
     except FedstillError as error:
         lost = next((f"; client {r.client}: {r.failure}" for r in replies if r.failure), "")
         raise type(error)(f"{error}{lost}") from error
 
 
-def or_all_failed(replies: Sequence[Reply], summed: Callable[[], list[Reply]]) -> list[Reply]:
+def or_all_failed(replies: Collection[Reply], summed: Callable[[], list[Reply]]) -> list[Reply]:
     """The replies that a sum gave; where there is none, every client's failure, first why of those that did not fail.
 
     Nothing of a single client is left in them.

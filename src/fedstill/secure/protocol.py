@@ -40,11 +40,12 @@ from fedstill.secure.primitives import (
 
 @dataclass(frozen=True)
 class Sum:
-    """What all know of one sum: its name, which no other sum has; who was asked; how many at least must stay."""
+    """What all know of one sum: its name; who was asked; how many at least must stay; and a word no other sum has."""
 
     name: str
     clients: tuple[int, ...]
     threshold: int
+    word: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.clients) // 2 < self.threshold <= len(self.clients):
@@ -52,7 +53,7 @@ class Sum:
 
     def purpose(self, what: str, *clients: int) -> bytes:
         """What a key is for: of this sum, and between these clients."""
-        return json.dumps([self.name, what, *clients]).encode()
+        return json.dumps([self.name, self.word, what, *clients]).encode()
 
     def demand(self, there: Collection[int], did: str) -> None:
         """Raise TooFewReplies where fewer than the threshold did something, or BadPayload where others did."""

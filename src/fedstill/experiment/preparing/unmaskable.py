@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fedstill import trees
+from fedstill.engines.flower.flower_engine import FlowerEngine
+from fedstill.engines.flower.sum_steps import SummedFleet
 from fedstill.engines.masking import FEWEST_SUMMED, MaskedEngine, Masking
 from fedstill.errors import ConfigError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.base import Measure
 from fedstill.experiment.measures.choose import measures
+from fedstill.experiment.preparing.hostile import FACTORS
 from fedstill.keys import generator, seed_for
 from fedstill.records import SERVER, Payload, Reply, Stage, State, Tensors, World
 from fedstill.robust import ROBUST
@@ -25,9 +28,11 @@ NEAR = 1e-4
 
 
 def with_masking(engine: Engine, settings: Settings) -> Engine:
-    """The engine of a run; with secure sums, around it, where clients are in this process."""
+    """The engine of a run; where its config asks for them, with secure sums."""
     masking = Masking.of(settings.privacy, settings.method)
-    return engine if masking is None or settings.engine == "flower" else MaskedEngine(engine, masking)
+    if masking is None:
+        return engine
+    return SummedFleet(engine, masking) if isinstance(engine, FlowerEngine) else MaskedEngine(engine, masking)
 
 
 def refuse_unmaskable(settings: Settings, world: World) -> None:
@@ -55,8 +60,8 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
 
 
 def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
-    if settings.engine == "flower":
-        return "it is not carried over Flower yet; choose another engine"
+    if settings.engine == "flower" and settings.of_clients.attack in FACTORS:
+        return "over Flower clients mask their replies before clients.attack could change them; choose another engine"
     for stage in schedule:
         if SERVER in stage.clients:
             continue
