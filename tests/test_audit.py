@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from fedstill.audit import hostile_replies, stopping_runs
 from fedstill.audit.attacks_and_privacy import bad_configs, canary, epsilons
 from fedstill.audit.scorecard import ELSEWHERE, ROWS, all_passed, audited, chosen_rows, write_scorecard
+from fedstill.audit.secret_sums import secret_sums
 from fedstill.audit.trials import PromiseRow, Trials
 from fedstill.cli import call
 from fedstill.errors import CorruptFile, UnknownName
 from fedstill.wire.privacy import Privacy
 
 pytest.importorskip("opacus")
+pytest.importorskip("cryptography")
+pytest.importorskip("Crypto")
 
 
 def test_every_row_has_one_home() -> None:
@@ -39,6 +43,7 @@ def test_every_row_has_one_home() -> None:
         (stopping_runs.damage, 5),
         (bad_configs, 40),
         (epsilons, 5),
+        (secret_sums, 6),
     ],
 )
 def test_a_row_passes_here(probe, trials: int) -> None:
@@ -51,6 +56,18 @@ def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fedstill.wire.screen._wild", lambda *_: "")
     says = hostile_replies.poisoned(17).says
     assert any("NaN: it ended the round: Diverged" in line for line in says)
+
+
+def test_masks_that_hide_nothing_and_sums_that_are_wrong_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(secret: bytes, length: int, purpose: bytes):
+        return np.zeros(length, dtype=np.uint64)
+
+    monkeypatch.setattr("fedstill.secure.protocol.mask_of", nothing)
+    (first, *_) = secret_sums(1).says
+    assert "the upload of client 0 is not uniform" in first
+    monkeypatch.undo()
+    monkeypatch.setattr("fedstill.secure.fixed_point.FixedPoint.error", 0.0)
+    assert "the mean is off by" in secret_sums(1).says[0]
 
 
 def test_a_mechanism_with_a_quarter_of_its_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,17 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
     if not settings.privacy.secure_sum:
         return
     require_secure()
+    refuse_methods_without_sums(settings)
+    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    if why := _more_than_sums(settings, schedule) or _measured(measures(settings.measure)):
+        raise ConfigError(f"privacy.secure_sum: {why}")
+    for stage in settings.topology(1, world):
+        if SERVER not in stage.clients:
+            _demand_linear(settings, stage, world)
+
+
+def refuse_methods_without_sums(settings: Settings) -> None:
+    """Raise IncompatibleMethod for a method whose server does more with replies than a mean of models."""
     name, method = settings.named.method.label, settings.method
     if "linear_fold" not in method.permits:
         raise IncompatibleMethod(
@@ -51,12 +62,6 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
             f"privacy.secure_sum with method.aggregation = {how!r}: a robust mean compares single models, which a "
             "secure sum hides; choose 'examples' or 'uniform', or leave secure_sum out"
         )
-    schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    if why := _more_than_sums(settings, schedule) or _measured(measures(settings.measure)):
-        raise ConfigError(f"privacy.secure_sum: {why}")
-    for stage in settings.topology(1, world):
-        if SERVER not in stage.clients:
-            _demand_linear(settings, stage, world)
 
 
 def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
