@@ -84,8 +84,8 @@ def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
     yield from watch.sent.items()
 
 
-def cells(method: str) -> tuple[str, str]:
-    """What a method's clients send beside a model, and which of it is made from labels."""
+def cells(method: str) -> tuple[str, str, str]:
+    """What clients send beside a model, which of it is made from labels, and whether a secure sum may hide models."""
     true, false = (collected(method, flip) for flip in (False, True))
     beside, told = dict[str, None](), dict[str, None]()
     for stage, up in true.items():
@@ -94,7 +94,8 @@ def cells(method: str) -> tuple[str, str]:
                 beside[f"`{name}`{shape_of(group)}"] = None
                 if not same(group, false[stage][name]):
                     told[f"`{name}`"] = None
-    return ", ".join(beside) or "nothing", ", ".join(told) or "nothing"
+    summed = "linear_fold" in registry.lookup("method", method).build().permits
+    return ", ".join(beside) or "nothing", ", ".join(told) or "nothing", "yes" if summed else "no"
 
 
 def shape_of(group: Group) -> str:
@@ -113,12 +114,13 @@ def same(one: Group, other: Group) -> bool:
 
 def sent_table() -> str:
     """The table, in Markdown: methods that send the same share a row."""
-    rows = dict[tuple[str, str], list[str]]()
+    rows = dict[tuple[str, str, str], list[str]]()
     for method in registry.names("method"):
         if registry.lookup("method", method).target.__module__.startswith("fedstill."):
             rows.setdefault(cells(method), []).append(f"`{method}`")
-    lines = [f"| {', '.join(names)} | {beside} | {told} |" for (beside, told), names in rows.items()]
-    return "\n".join(["| method | beside models | of it, made from labels |", "|---|---|---|", *lines, ""])
+    lines = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()]
+    head = "| method | beside models | of it, made from labels | models as a secure sum |"
+    return "\n".join([head, "|---|---|---|---|", *lines, ""])
 
 
 def with_table(text: str) -> str:
