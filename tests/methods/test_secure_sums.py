@@ -310,3 +310,15 @@ def test_masks_are_drawn_anew_for_every_sum(monkeypatch: pytest.MonkeyPatch) -> 
     for _ in range(2):
         run_round(method, state, stages, world, with_masking(ready.engine(), ready.settings), Unwatched(), Rules())
     assert len(set(seen)) == len(seen) == 2 * len(stages[0].clients)
+
+
+TASKS = {"kind": "classes", "tasks": 2}
+
+
+@pytest.mark.parametrize("name", ["fedntd", "fedlc"])
+def test_sums_over_tasks_are_the_plain_run_s(name: str, tmp_path: Path) -> None:
+    """One that takes label counts anew where tasks change, and one that does not."""
+    asked = secret(name, stream=TASKS, rounds=4, topology={"clients": 4})
+    run(asked, tmp_path / "secret", toys.blobs())
+    run(replace(asked, privacy={}), tmp_path / "plain", toys.blobs())
+    near(tmp_path)

@@ -36,6 +36,7 @@ from fedstill.experiment.preparing.sharing import Shared
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
+from fedstill.topology import CENSUS
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork
@@ -114,8 +115,8 @@ class Clerk:
     def _summed(self, ready: Prepared, request: Request) -> Masking | None:
         """How the models of a stage are summed; None where its answer leaves the site as it is."""
         self._named_work(ready, request)  # the stage is the run's, and its clients
-        before = request.stage in (census_stage(ready.world), sums_stage(ready.world))
-        return None if before else Masking.of(ready.settings.privacy, ready.settings.method)
+        counts = request.stage.name == CENSUS or request.stage == sums_stage(ready.world)
+        return None if counts else Masking.of(ready.settings.privacy, ready.settings.method)
 
     def _once(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         """The kept answer of a request, or the work done; with noise, one of each stage."""

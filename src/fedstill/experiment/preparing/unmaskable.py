@@ -20,6 +20,7 @@ from fedstill.records import SERVER, Payload, Reply, Stage, State, Tensors, Worl
 from fedstill.robust import ROBUST
 from fedstill.rounds import Engine
 from fedstill.secure.primitives import require_secure
+from fedstill.topology import CENSUS
 
 OF_ONE = frozenset({"local_models", "uploads", "chain", "queries"})
 """What measures need that only single models or reports of clients give."""
@@ -45,7 +46,7 @@ def refuse_unmaskable(settings: Settings, world: World) -> None:
     if why := _more_than_sums(settings, schedule) or _measured(measures(settings.measure)):
         raise ConfigError(f"privacy.secure_sum: {why}")
     for stage in settings.topology(1, world):
-        if SERVER not in stage.clients:
+        if SERVER not in stage.clients and stage.name != CENSUS:
             _demand_linear(settings, stage, world)
 
 
@@ -68,7 +69,7 @@ def _more_than_sums(settings: Settings, schedule: Sequence[Stage]) -> str:
     if settings.engine == "flower" and settings.of_clients.attack in FACTORS:
         return "over Flower clients mask their replies before clients.attack could change them; choose another engine"
     for stage in schedule:
-        if SERVER in stage.clients:
+        if SERVER in stage.clients or stage.name == CENSUS:
             continue
         if stage.name not in settings.method.stages:
             return f"stage {stage.name!r} sends what is not summed; leave it out"
