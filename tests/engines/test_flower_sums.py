@@ -240,3 +240,15 @@ def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> 
     attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
     with pytest.raises(ConfigError, match=r"mask their replies before clients\.attack could change them"):
         prepare(settle(attacked), toys.blobs())
+    pytest.importorskip("opacus")
+    private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values({"data.name": "blobs"}, "test")
+    at_sites = {"data": "sites", "federation": "/federation"}
+    with pytest.raises(ConfigError, match="the server could not count each client's epsilon"):
+        prepare(settle(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
+
+
+def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:
+    asked = replace(SECRET, method="fedlc", stream={"kind": "classes", "tasks": 2}, topology={"clients": 4})
+    run(replace(asked, engine="serial"), tmp_path / "serial", data=toys.blobs())
+    carried(tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked)
+    assert model(tmp_path / "run") == model(tmp_path / "serial")
