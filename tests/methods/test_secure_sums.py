@@ -22,6 +22,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.preparing.unmaskable import with_masking
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.why.again import taken_up
 from fedstill.method import Method
 from fedstill.methods.fedavg import FedAvg
 from fedstill.records import Payload, Reply, State
@@ -187,6 +188,22 @@ def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> Non
     assert trees.same_bits(before, state.params)
     assert len(watch.refused) == 10
     assert all(not refusal.up for refusal in watch.refused), "nothing of a single client is left"
+
+
+def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path: Path) -> None:
+    run(secret(), tmp_path / "run", toys.blobs())
+    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    entries = 16 * 8 + 8 + 8 * toys.CLASSES + toys.CLASSES
+    assert {e["bytes_up"] for e in events} == {8 * (entries + 1)}
+    assert {e["bytes_down"] for e in events} == {4 * entries}
+    assert {e["examples"] for e in events} == {0}
+    assert not {"loss", "steps", "epochs"} & set().union(*events)
+
+
+def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
+    run(secret(), tmp_path / "run", toys.blobs())
+    with pytest.raises(ConfigError, match="has secure sums: its server knew no single client's part"):
+        taken_up(tmp_path / "run", 1, toys.blobs())
 
 
 def test_a_threshold_of_one_s_own() -> None:

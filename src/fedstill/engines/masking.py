@@ -136,6 +136,13 @@ def known(reply: Reply, up: Payload, told: Mapping[str, object]) -> Reply:
     return replace(reply, up=up, examples=0, metrics={**seconds, OWN: dict(told)})
 
 
+def bytes_of(up: Payload, summed: bool) -> int:
+    """The bytes of what a client sent; of a model that was ``summed``, of its masked vector without keys and shares."""
+    if summed and "params" in up:
+        return 8 * (sum(entry.numel() for entry in up.params.values()) + 1)
+    return up.nbytes
+
+
 def as_failed(reply: Reply, why: str) -> Reply:
     """A client that dropped out of a sum."""
     return replace(reply, up=NOTHING, examples=0, metrics={}, failure=why)
