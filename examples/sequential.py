@@ -15,7 +15,8 @@ import torch
 
 import fedstill
 from fedstill import Experiment
-from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.errors import Interrupted
+from fedstill.experiment.progress import Quiet
 
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 10
 

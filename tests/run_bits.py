@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 import toys
+from fedstill.errors import Interrupted
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.running.runner import run

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from fedstill.audit import hostile_replies, stopping_runs
-from fedstill.audit.attacks_and_privacy import bad_configs, canary, epsilons
-from fedstill.audit.scorecard import ELSEWHERE, ROWS, all_passed, audited, chosen_rows, write_scorecard
+from fedstill.audit import doors, everyday, hostile_replies, stopping_runs, what_is_sent, what_runs
+from fedstill.audit.attacks_and_privacy import canary, epsilons, members_told
+from fedstill.audit.malformed_files import malformed
+from fedstill.audit.scorecard import ROWS, all_passed, audited, chosen_rows, write_scorecard
 from fedstill.audit.secret_sums import secret_sums
 from fedstill.audit.trials import PromiseRow, Trials
 from fedstill.cli import call
@@ -26,11 +29,10 @@ pytest.importorskip("Crypto")
 def test_every_row_has_one_home() -> None:
     ids = [row.id for row in ROWS]
     assert len(set(ids)) == len(ids)
-    assert not set(ids) & set(ELSEWHERE)
-    assert {*ids, *ELSEWHERE} == {f"R{i}" for i in range(1, 7)} | {f"S{i}" for i in range(1, 7)} | {
+    assert set(ids) == {f"R{i}" for i in range(1, 7)} | {f"S{i}" for i in range(1, 7)} | {
         f"P{i}" for i in range(1, 5)
     } | {"Q1", "Q2"}
-    assert all(0 < row.quick < row.whole for row in ROWS)
+    assert all(0 < row.quick <= row.whole for row in ROWS)
 
 
 @pytest.mark.parametrize(
@@ -41,15 +43,61 @@ def test_every_row_has_one_home() -> None:
         (hostile_replies.repeated, 3),
         (hostile_replies.diverging, 3),
         (stopping_runs.damage, 5),
-        (bad_configs, 40),
+        (malformed, 80),
         (epsilons, 5),
         (secret_sums, 6),
+        (what_runs.foreign_code, 10),
+        (doors.strangers, 11),
+        (everyday.one_file, 1),
     ],
 )
 def test_a_row_passes_here(probe, trials: int) -> None:
     measured = probe(trials)
     assert measured.says == ()
     assert measured.passed == measured.trials >= trials
+
+
+def test_rows_that_say_what_they_measured_pass_here() -> None:
+    seen = members_told(2)
+    assert (seen.trials, seen.passed) == (2, 2)
+    assert [line.partition(": AUC 0.")[0] for line in seen.says] == ["fedavg", "fedavgm"]
+    sent = what_is_sent.sent_by(9)
+    assert (sent.trials, sent.passed) == (9, 9)
+    assert "ccvr: counts, sums, products made from labels" in sent.says
+
+
+def test_a_module_that_reads_pickles_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "reads.py").write_text("import numpy as np\n\nnp.load(file, allow_pickle=True)\n")
+    monkeypatch.setattr(what_runs.fedstill, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(what_runs, "WATCHED", "print('met: []')")
+    assert what_runs.unpickled(9) == Trials(2, 1, ("reads.py: line 3",))
+
+
+def test_a_gate_that_is_open_and_an_app_that_is_taken_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def opened(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        await self.app(scope, receive, send)
+
+    monkeypatch.setattr(doors.Gate, "__call__", opened)
+    assert doors.strangers(11).passed == 7
+    monkeypatch.setattr(what_runs, "require_own_app", lambda _: None)
+    assert what_runs.foreign_code(10).passed == 8
+
+
+def test_memory_that_grows_and_files_left_open_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "[[1000, 5], [1009, 5], [1011, 5], [1000, 6]]"
+    monkeypatch.setattr(
+        everyday, "subprocess", SimpleNamespace(run=lambda *_, **__: SimpleNamespace(returncode=0, stdout=told))
+    )
+    assert everyday.lasting(3).says == (
+        "parallel, after 300 rounds: 1,011 bytes, and 1,000 after 100 rounds",
+        "parallel, after 400 rounds: 6 open files, and 5 after 100 rounds",
+    )
+
+
+@pytest.mark.slow
+def test_what_takes_long_passes_here() -> None:
+    assert everyday.lasting(1) == Trials(1, 1)
+    assert everyday.examples(10_000).says == ()
 
 
 def test_a_screen_that_lets_all_pass_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,11 +145,9 @@ def test_killed_runs_resume_to_the_same_bits() -> None:
     assert stopping_runs.kills(4) == Trials(4, 4)
 
 
-def test_rows_are_chosen_by_id_and_others_name_their_command() -> None:
+def test_rows_are_chosen_by_id() -> None:
     assert [row.id for row in chosen_rows(["s1", "R4"])] == ["S1", "R4"]
     assert chosen_rows([]) == list(ROWS)
-    with pytest.raises(UnknownName, match=r"measured by: python -m pytest tests/test_no_pickle.py"):
-        chosen_rows(["S3"])
     with pytest.raises(UnknownName, match="unknown row 'Z9'"):
         chosen_rows(["Z9"])
 
@@ -116,7 +162,6 @@ def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
     assert written["rows"][0]["command"] == "fedstill audit R4 --quick"
     assert "a &lt;promise&gt;" in page
     assert "one &amp; only" in page
-    assert "P2" in page
 
 
 def test_the_command_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,13 @@ can be done, or it is refused by name, and the refusal stands below the table.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedstill import Experiment, from_tensors, registry
+from fedstill import from_tensors, registry
+from fedstill.audit.fitting_runs import fitting_run
 from fedstill.data.examples import Dataset
 from fedstill.errors import FedstillError
 from fedstill.experiment.config.settle import settle
@@ -22,7 +22,6 @@ from fedstill.experiment.preparing.prepared import prepare
 PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
 MARKS = ("<!-- combinations -->\n", "<!-- end of combinations -->\n")
 TOPOLOGIES = {"parallel": "parallel", "sequential": "chain", "public_logits": "public logits", "peer_to_peer": "peers"}
-NETWORK = {"name": "mlp", "hidden": (8,)}
 SEVERAL = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [8, 8]}]
 
 
@@ -33,40 +32,10 @@ def examples() -> Dataset:
     return from_tensors("noise", (pixels[:60], torch.arange(60) % 3), (pixels[60:], torch.arange(30) % 3))
 
 
-def asked(method: str, **changes: Any) -> Experiment:
-    """A small run of a method, with what it needs."""
-    built = registry.lookup("method", method).build()
-    needs = built.requires()
-    network: Mapping[str, Any] = NETWORK
-    if "etf" in needs:
-        network = {"name": "etf", "of": "mlp", "arguments": {"hidden": [8]}}
-    if "slim" in needs:
-        network = {"name": "resnet56"}
-    if "pair" in needs:
-        network = {"name": "pair", "own": "mlp", "own_arguments": {"hidden": [8]}, "shared": "logistic"}
-        if "clients" in changes:
-            others = [{**network, "own_arguments": {"hidden": [8] * depth}} for depth in (1, 2)]
-            changes["clients"] = {"models": others}
-    public = "public_data" in needs or changes.get("topology", {}).get("kind") == "public_logits"
-    values: dict[str, Any] = {
-        "method": method,
-        "model": network,
-        "rounds": 1 if changes.get("topology", {}).get("kind") == "peer_to_peer" else 2,
-        "measure": (),
-        "partition": "iid",
-        "data": {"public": 12 if public else 0},
-        "topology": {"clients": 4},
-        "query": {"draw": "single", "fewer_than": 5} if "queries" in needs else {},
-    }
-    merged = {**values, **changes}
-    merged["topology"] = {**values["topology"], **changes.get("topology", {})}
-    return Experiment(**merged)
-
-
 def refusal(method: str, data: Dataset, **changes: Any) -> str:
     """Why a run of a method is refused; empty if it is not."""
     try:
-        prepare(settle(asked(method, **changes)), data)
+        prepare(settle(fitting_run(method, **changes)), data)
     except FedstillError as error:
         return plain(str(error), method)
     return ""

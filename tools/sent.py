@@ -1,123 +1,26 @@
 """The table of docs/privacy.md on what clients send beside models: every method, from what its code expects and does.
 
-``python -m tools.sent`` writes it anew, between its two marks. A client works through the stages of a small run twice,
-untrained: with its labels, and with others. What differs is made from labels, and not by training.
+``python -m tools.sent`` writes it anew, between its two marks; ``fedstill audit P4`` looks in the same way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from fedstill import from_tensors, registry
-from fedstill.census import run_census
-from fedstill.data.examples import Dataset
-from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.records import SERVER, Group, Payload, Reply, Stage, State
-from fedstill.rounds import run_round
-from fedstill.wire.screen import Refusal
-from tools.combinations import asked
+from fedstill import registry
+from fedstill.audit.fitting_runs import own_methods
+from fedstill.audit.what_is_sent import cells
 
 PAGE = Path(__file__).parents[1] / "docs" / "privacy.md"
 MARKS = ("<!-- sent -->\n", "<!-- end of sent -->\n")
-CLASSES, WIDTH, PUBLIC, CLIENTS = 7, 11, 13, 4
-LETTERS = {CLASSES: "C", WIDTH: "D", WIDTH + 1: "D + 1", PUBLIC: "P", WIDTH + CLASSES: "D + C", 16: "d", 1251: "M + 1"}
-MODELS = ("params", "shared")
-NETWORK = {"name": "mlp", "hidden": [WIDTH]}
-TWO_TASKS = {"kind": "domains", "tasks": 2, "transform": "rotate90", "share": "all"}
-"""For methods that do something at a task's end; both tasks have all examples, whatever their labels are."""
-
-
-def pictures(flip: bool) -> Dataset:
-    """Noise with seven classes, as many of each; or the first three classes called by the name of the first."""
-    draw = torch.Generator().manual_seed(0)
-    pixels, labels = torch.randint(256, (280, 1, 4, 4), generator=draw, dtype=torch.uint8), torch.arange(280) % CLASSES
-    told = torch.where(labels < 3, 0, labels) if flip else labels
-    return from_tensors("noise", (pixels[:210], told[:210]), (pixels[210:], labels[210:]), classes=list("abcdefg"))
-
-
-@dataclass
-class Collected:
-    """What each stage's clients sent: by stage, the first client's payload."""
-
-    sent: dict[str, Payload] = field(default_factory=dict)
-
-    def stage(
-        self, stage: Stage, replies: Sequence[Reply], refused: Sequence[Refusal], downs: object, state: State
-    ) -> None:
-        """Keep the first reply of a client (``watch.Watch``)."""
-        if refused:
-            raise ValueError(f"{stage}: {refused[0].reason}")
-        for reply in replies[:1]:
-            if reply.client != SERVER:
-                self.sent.setdefault(stage.name, reply.up)
-
-    def failed(self, *_: object) -> None:
-        """Nothing: the error that comes next says it."""
-
-
-def collected(method: str, flip: bool) -> dict[str, Payload]:
-    """What a client sends in each stage of a run in which nobody trains."""
-    built = registry.lookup("method", method).build()
-    own: Mapping[str, object] = {} if built.requires() & {"etf", "slim", "pair"} else {"model": NETWORK}
-    rounds = 1 if built.topology == "peer_to_peer" else 2
-    plan = {"epochs": 0, "steps": 0}
-    own = {**own, **({"stream": TWO_TASKS} if "task_end" in built.schedule else {})}
-    run = asked(method, rounds=rounds, data={"public": PUBLIC}, plan=plan, clients={"norm_limit": 1e9}, **own)
-    ready = prepare(settle(run), pictures(flip))
-    return dict(_through(ready))
-
-
-def _through(ready: Prepared) -> Iterator[tuple[str, Payload]]:
-    settings, world, watch = ready.settings, ready.world, Collected()
-    engine, rules = replace(ready.engine(), kept=None, stops=True), settings.rules
-    state = settings.method.setup(world)
-    if "label_counts" in settings.method.requires():
-        state = run_census(state, world, engine, watch, rules)
-    for round in range(1, settings.rounds + 1):
-        state = run_round(settings.method, state, settings.topology(round, world), world, engine, watch, rules)
-    yield from watch.sent.items()
-
-
-def cells(method: str) -> tuple[str, str, str]:
-    """What clients send beside a model, which of it is made from labels, and whether a secure sum may hide models."""
-    true, false = (collected(method, flip) for flip in (False, True))
-    beside, told = dict[str, None](), dict[str, None]()
-    for stage, up in true.items():
-        for name, group in up.items():
-            if name not in MODELS:
-                beside[f"`{name}`{shape_of(group)}"] = None
-                if not same(group, false[stage][name]):
-                    told[f"`{name}`"] = None
-    summed = "linear_fold" in registry.lookup("method", method).build().permits
-    return ", ".join(beside) or "nothing", ", ".join(told) or "nothing", "yes" if summed else "no"
-
-
-def shape_of(group: Group) -> str:
-    """The shape of a tensor; that of a model for named ones; nothing for a number."""
-    if isinstance(group, Mapping):
-        return shape_of(*group.values()) if len(group) == 1 else ", as large as a model's part"
-    return f" ({', '.join(LETTERS.get(n, str(n)) for n in group.shape)})" if isinstance(group, Tensor) else ""
-
-
-def same(one: Group, other: Group) -> bool:
-    """Whether two groups hold the same numbers."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return all(torch.equal(one[k], other[k]) for k in one)
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 def sent_table() -> str:
     """The table, in Markdown: methods that send the same share a row."""
     rows = dict[tuple[str, str, str], list[str]]()
-    for method in registry.names("method"):
-        if registry.lookup("method", method).target.__module__.startswith("fedstill."):
-            rows.setdefault(cells(method), []).append(f"`{method}`")
+    for method in own_methods():
+        summed = "linear_fold" in registry.lookup("method", method).build().permits
+        rows.setdefault((*cells(method), "yes" if summed else "no"), []).append(f"`{method}`")
     lines = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()]
     head = "| method | beside models | of it, made from labels | models as a secure sum |"
     return "\n".join([head, "|---|---|---|---|", *lines, ""])

@@ -148,6 +148,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"choose one of {', '.join(names)}" if names else "there are none"
 
 
+class Interrupted(Exception):
+    """What ran was asked to stop and has stopped; all that is finished is kept."""
+
+
 MAX_REASON = 300
 """The most characters of a reason: why a client failed, or why its reply was refused."""
 

@@ -57,6 +57,52 @@ def feature_sums(features: Tensor, labels: Tensor, classes: int, weights: Tensor
     return Payload(gram=w.T @ h, cross=cross)
 
 
+def empty_group_sums(spec: ModelSpec, classes: int, groups: int) -> Payload:
+    """The sums by group of no examples: what a client sends that sends these."""
+    sums = torch.zeros(groups, classes, width(spec) + 1, dtype=torch.float64)
+    return Payload(sums=sums, counts=torch.zeros(groups, classes, dtype=torch.int64))
+
+
+def group_sums(features: Tensor, labels: Tensor, classes: int, group: Tensor, groups: int) -> Payload:
+    """Of each group and class ``sums`` (groups, C, D+1) of the features and a 1, and ``counts`` (groups, C).
+
+    features: (n, D); labels, group: (n,) int64 in [0, C) and [0, groups). Raises DataError for other labels.
+    """
+    counts(labels, classes)
+    h = torch.cat([features.double(), torch.ones(len(features), 1, dtype=torch.float64)], 1)
+    cell = group * classes + labels
+    flat = torch.zeros(groups * classes, h.shape[1], dtype=torch.float64).index_add_(0, cell, h)
+    many = torch.bincount(cell, minlength=groups * classes)
+    return Payload(sums=flat.view(groups, classes, -1), counts=many.view(groups, classes))
+
+
+def estimated_gram(sums: Tensor, counts: Tensor) -> Tensor:
+    """What the sum of h h^T over examples is on average, (D+1, D+1), if groups were drawn at random; exact for ones.
+
+    sums: (K, C, D+1) float64 and counts: (K, C) of all clients' groups, as ``group_sums`` gives them. Of a class with N
+    examples in K groups that have any: (N - 1) / (K - 1) of the sum of s s^T / n over groups, less
+    (N - K) / ((K - 1) N) of that of the whole; both factors at least 0. Of a class in one group it is s s^T / N.
+
+    >>> one = torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]], dtype=torch.float64)
+    >>> estimated_gram(one, torch.ones(2, 1, dtype=torch.int64)).tolist()
+    [[13.0, 5.0], [5.0, 2.0]]
+    """
+    total = torch.zeros(sums.shape[-1], sums.shape[-1], dtype=torch.float64)
+    for c in range(sums.shape[1]):
+        there = counts[:, c] > 0
+        n, s = counts[there, c].double(), sums[there, c]
+        many, groups, whole = float(n.sum()), len(n), s.sum(0)
+        if groups == 0:
+            continue
+        apart = (s / n.unsqueeze(1)).T @ s
+        if groups == 1:
+            total += apart
+            continue
+        total += max(0.0, (many - 1) / (groups - 1)) * apart
+        total -= max(0.0, (many - groups) / ((groups - 1) * many)) * torch.outer(whole, whole)
+    return total
+
+
 def solved(gram: Tensor, cross: Tensor, ridge: float) -> dict[str, Tensor]:
     """The last layer, ``head.weight`` (C, D) and ``head.bias`` (C,), with the least sum of squares to one-hot labels.
 

@@ -12,6 +12,7 @@ import pytest
 
 import tiny_ranking
 from fedstill.cli import call
+from fedstill.experiment.comparing.compare import Outcome
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.report import ranked, side_by_side
 
@@ -49,6 +50,20 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     rows = list(csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text())))
     assert len(rows) == 3 * 2 * 5
     assert {r["replayed"] for r in rows} == {"bits"}
+
+
+@pytest.mark.parametrize("command", [["run", "digits", "--track", "space"], ["choose", "digits"], ["map", "fedntd"]])
+def test_a_command_that_is_stopped_says_so_in_one_line(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
+        return [Outcome(run, run.settings.rounds, state="stopped") for run in runs]
+
+    monkeypatch.setattr(side_by_side, "followed_outcomes", stopped)
+    assert call(["rank", *command, "--out", "out"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("fedstill: stopped; the same command goes on with ")
+    assert said.count("\n") == 1
 
 
 def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,21 @@ def test_a_broken_contract_is_one_line(function: str, kind: type[Exception], wor
         assert isinstance(caught.value.__cause__, RuntimeError), "--debug shows the traceback"
 
 
+def test_owners_of_a_function_are_clients_or_tasks_by_any_column_name(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\nimport fedstill\n"
+        "def some(k):\n    return np.random.default_rng(k).normal(size=(6, 4)), np.arange(6) % 2\n"
+        "def data():\n    each = [(some(k), some(k + 9)) for k in range(3)]\n"
+        "    return fedstill.from_clients('wards', each, kind='table')\n"
+        "def none():\n    return fedstill.from_tensors('all', some(0), some(1), kind='table')\n"
+    )
+    data = load_dataset("mine.py:data", base=tmp_path, owner="ward")
+    assert data.train.owners is not None
+    assert data.train.owners.bincount().tolist() == [6, 6, 6]
+    with pytest.raises(DataError, match=r"'mine.py:none' says of no example whose it is, so there is no column 'ward'"):
+        load_dataset("mine.py:none", base=tmp_path, owner="ward")
+
+
 def test_a_file_without_a_name_says_which_are_there(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"the file registers no dataset; .* meant: mine\.py:some or"):
         load_dataset("mine.py", base=base)

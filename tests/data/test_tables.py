@@ -127,7 +127,7 @@ def test_what_is_wrong_is_named_with_what_to_do(
 
 
 def test_a_csv_file_that_is_none_is_named(place: Path) -> None:
-    for text in ("a,b,label\n1,2\n", "", "a,label\n\xff\xfe,1\n"):
+    for text in ("a,b,label\n1,2\n", "", "a,label\n\xff\xfe,1\n", "h\xfc,label\n1,0\n2,1\n"):
         (place / "bad.csv").write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError, match=r"bad\.csv"):
             load_dataset("bad.csv")

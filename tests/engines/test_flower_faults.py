@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import toys
-from fedstill.errors import TooFewReplies
+from fedstill.errors import Interrupted, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from flowers import TroubledGrid, needs_flower, over_flower, parsed

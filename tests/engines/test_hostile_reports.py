@@ -15,7 +15,7 @@ import toys
 from fedstill.engines.flower.loopback import serialised
 from fedstill.engines.flower.messages import content
 from fedstill.engines.flower.requests import SiteReply
-from fedstill.experiment.progress import Interrupted
+from fedstill.errors import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload

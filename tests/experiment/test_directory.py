@@ -14,10 +14,9 @@ import pytest
 
 import toys
 from fedstill.cli.comparisons import carry_out
-from fedstill.errors import ConfigError, CorruptFile, RunBusy, RunExists
+from fedstill.errors import ConfigError, CorruptFile, Interrupted, RunBusy, RunExists
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.claim import claimed
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running import provenance

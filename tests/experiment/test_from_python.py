@@ -123,7 +123,7 @@ import fedstill, toys
 from fedstill.errors import FedstillError
 from fedstill.experiment.running.runner import resume, run
 from run_bits import StopAfter
-from fedstill.experiment.progress import Interrupted
+from fedstill.errors import Interrupted
 from dataclasses import dataclass
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import pytest
 
 import toys
 from fedstill.engines.serial import SerialEngine
-from fedstill.errors import CorruptFile
-from fedstill.experiment.progress import Interrupted
+from fedstill.errors import CorruptFile, Interrupted
 from fedstill.experiment.run_directory import journal
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import CorruptFile
-from fedstill.experiment.progress import Interrupted, Quiet
+from fedstill.errors import CorruptFile, Interrupted
+from fedstill.experiment.progress import Quiet
 from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped

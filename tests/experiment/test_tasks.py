@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import toys
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, Interrupted
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics import tasks as over

@@ -11,11 +11,13 @@ import torch
 
 import toys
 from double import in_double
+from fedstill import ridge
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
+from fedstill.methods.analytic import without_negative
 from fedstill.models import contract
 from fedstill.models.lifted import random_directions
 from fedstill.records import State
@@ -118,3 +120,36 @@ def test_classes_that_have_not_come_have_no_column() -> None:
 def test_a_network_without_a_linear_head_is_refused() -> None:
     with pytest.raises(IncompatibleMethod, match="no linear layer with a bias"):
         prepare(settle(toys.toy("analytic", model=toys.on_simplex(), stream=STREAM)), toys.blobs())
+
+
+def test_groups_of_one_give_the_exact_layer_and_few_groups_one_that_is_near_on_average() -> None:
+    alike = {"width": 6, "ridge": 3.0, "cosine": False}
+    exact = gone_through({"name": "analytic", **alike})[1][-1]
+    ones = gone_through({"name": "analytic", "groups": 60, **alike})[1][-1]
+    for name, value in exact.params.items():
+        torch.testing.assert_close(ones.params[name], value, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ones.extra.tensor("gram"), exact.extra.tensor("gram"), rtol=1e-10, atol=1e-9)
+    torch.testing.assert_close(ones.extra.tensor("cross"), exact.extra.tensor("cross"), rtol=1e-10, atol=1e-9)
+
+
+def test_the_estimate_is_right_on_average_over_random_groups() -> None:
+    draw = torch.Generator().manual_seed(0)
+    h, labels = torch.randn(12, 3, generator=draw, dtype=torch.float64) + 1, torch.arange(12) % 2
+    want, tries = ridge.feature_sums(h, labels, 2).tensor("gram"), 4000
+    groups = [torch.randperm(12, generator=draw) % 4 for _ in range(tries)]
+    each = torch.stack([ridge.estimated_gram(*ridge.group_sums(h, labels, 2, g, 4).values()) for g in groups])
+    wrong = (each.mean(0) - want).abs() / (each.std(0) / tries**0.5).clamp(min=1e-9)
+    assert float(wrong.max()) < 4, "within four standard errors"
+
+
+def test_groups_are_counted_once_and_need_tasks_of_their_own() -> None:
+    late = {"stream": {**STREAM, "lag": 2}}
+    a, b = (gone_through({"name": "analytic", "groups": g, "width": 0}, **late)[1][-1] for g in (0, 200))
+    torch.testing.assert_close(b.extra.tensor("cross"), a.extra.tensor("cross"), rtol=1e-10, atol=1e-9)
+    with pytest.raises(IncompatibleMethod, match=r"count each example once"):
+        gone_through({"name": "analytic", "groups": 5}, stream={**STREAM, "past": "kept"})
+
+
+def test_an_estimate_with_negative_eigenvalues_is_cut() -> None:
+    cut = without_negative(torch.tensor([[1.0, 2.0], [2.0, 1.0]], dtype=torch.float64))
+    torch.testing.assert_close(cut, torch.full((2, 2), 1.5, dtype=torch.float64))

@@ -10,8 +10,8 @@ import pytest
 
 import toys
 from fedstill import registry
+from fedstill.errors import Interrupted
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower

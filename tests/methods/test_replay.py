@@ -178,6 +178,21 @@ def test_class_means_are_those_of_all_clients_data_and_memories() -> None:
     assert said.tolist() == nearest.tolist()
 
 
+def test_a_run_whose_answers_are_the_means_has_their_matrix(tmp_path: Path) -> None:
+    config = {"name": "replay", "size": 0, "answers": "nearest_mean"}
+    run(toys.toy(config, partition={"kind": "iid"}, stream=STREAM), tmp_path / "r", toys.blobs())
+    events = read_journal(tmp_path / "r/journal.jsonl")
+    first, ready, state = events[0], *gone_through(config)[:2]
+    end = [e for e in events if e["event"] == "task"][-1]
+    predict, test = ready.settings.method.predictors(state, ready.world)["nearest_mean"], ready.dataset.test
+    right = predict(ready.sites.inputs.plain(test.values)).argmax(1) == test.labels
+    want = [
+        float(right[torch.isin(test.labels, torch.tensor(own))].double().mean()) for own in first["stream"]["classes"]
+    ]
+    assert end["row"] == pytest.approx(want)
+    assert next(iter(ready.settings.method.predictors(state, ready.world))) == "nearest_mean"
+
+
 def test_a_class_without_a_mean_is_no_answer() -> None:
     ready, state, _ = gone_through({"name": "replay", "nearest_mean": True}, rounds=3)
     some = state.next(known=torch.tensor([True, False, True, False, False]))

@@ -12,10 +12,10 @@ import torch
 
 import toys
 from double import in_double
+from fedstill.errors import Interrupted
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
@@ -26,6 +26,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "der++": {"name": "replay", "size": 8, "beta": 0.5, "alpha": 0.5, "balance": "class"},
     "fedewc": {"name": "fedewc", "weight": 0.5, "samples": 20},
     "analytic": {"name": "analytic", "width": 20},
+    "analytic by groups": {"name": "analytic", "width": 20, "groups": 3},
+    "prototypes": {"name": "replay", "size": 0, "answers": "nearest_mean"},
     "fot": {"name": "fot", "keeps": 0.8, "grows": 0.05},
     "glfc": {"name": "glfc_local", "size": 8},
     "herding": {"name": "replay", "size": 8, "choose": "herding"},

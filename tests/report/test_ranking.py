@@ -100,6 +100,16 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
             assert (apart.low, apart.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
 
 
+def test_a_bound_that_is_no_ceiling_is_shown_and_ends_no_gap() -> None:
+    suite = load_suite("digits-both")
+    means = {"FedAvg": 0.2, "replay": 0.6, "past kept": 0.9, "joint": 0.7}
+    both = standings(suite, [row(suite, n, m, i) for i, (n, m) in enumerate(means.items())])
+    assert [r.name for r in both.bounds] == ["past kept", "joint"]
+    ceiling = both.ceiling("5 class tasks")
+    assert ceiling is not None
+    assert ceiling.name == "joint"
+
+
 def test_bounds_are_not_ranked_and_the_gap_goes_from_floor_to_ceiling(one: Standings) -> None:
     shares = {p.row.name: p.share for p in one.placed}
     assert "joint" not in shares

@@ -15,9 +15,8 @@ import pytest
 import fedstill
 import toys
 from fedstill.cli import call
-from fedstill.errors import ConfigError, RunsFailed
+from fedstill.errors import ConfigError, Interrupted, RunsFailed
 from fedstill.experiment.config.experiment import load
-from fedstill.experiment.progress import Interrupted
 from run_bits import assert_same_bits, bits
 
 

@@ -1,21 +1,19 @@
-"""Rows on attacks and privacy: what robust means leave of an attack, what configs may hold, whether epsilon is true."""
+"""Rows on attacks and privacy: what robust means leave of an attack, whether epsilon is true, who was trained on."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import random
-import tempfile
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedstill.audit.trials import Trials, small_run
-from fedstill.errors import FedstillError, on_one_line
-from fedstill.experiment.config.experiment import Experiment, load
-from fedstill.experiment.config.settle import settle
+from fedstill.audit.trials import Trials, scratch, small_run
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 from fedstill.metrics.epsilon_audit import epsilon_at_least
 from fedstill.records import Payload
@@ -35,8 +33,8 @@ def under_attack(trials: int) -> Trials:
     asked = list(itertools.product(ATTACKS, reversed(SHARES), MEANS))[:trials]
     says, passed = list[str](), 0
     for attack, share, mean in asked:
-        with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
-            result = run(_attacked(attack, share, mean), Path(place) / "run")
+        with scratch() as place:
+            result = run(_attacked(attack, share, mean), place / "run")
         accuracy, passed = result.accuracy or math.nan, passed + 1
         says.append(f"{attack}, {share:.0%} hostile, {mean}: accuracy {100 * accuracy:.1f} %")
     return Trials(len(asked), passed, tuple(says))
@@ -52,44 +50,6 @@ def _attacked(attack: str, share: float, mean: str) -> Experiment:
         measure=(),
         seed=1,
     )
-
-
-NASTY: tuple[Any, ...] = (-1, 0, 1e308, float("nan"), float("inf"), "", "x" * 10_000, [], [[]], {}, True, "\x00", 2**70)
-
-
-def bad_configs(trials: int) -> Trials:
-    """Each trial: a config with values or bytes changed at random; it is read, or refused in one line."""
-    draw, problems = random.Random(2), dict[str, str]()
-    text = settle(small_run("fedntd")).toml
-    with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
-        path = Path(place) / "config.toml"
-        for trial in range(trials):
-            if trial % 2:
-                letters = list(text)
-                for _ in range(draw.randint(1, 5)):
-                    letters[draw.randrange(len(letters))] = chr(draw.choice((0, 10, 34, 61, 91, 93, 955, 0xFFFF)))
-                path.write_text("".join(letters))
-                problems[f"bytes {trial}"] = _read(lambda: settle(load(path)))
-            else:
-                problems[f"values {trial}"] = _read(lambda: settle(_mutated(draw)))
-    return Trials.of(problems)
-
-
-def _mutated(draw: random.Random) -> Experiment:
-    asked: Experiment = small_run("fedntd")
-    tables = {k: v for k, v in asked.tree.items() if isinstance(v, dict) and v}
-    table = draw.choice(sorted(tables))
-    return asked.with_values({f"{table}.{draw.choice(sorted(tables[table]))}": draw.choice(NASTY)}, "audit")
-
-
-def _read(what: Any) -> str:
-    try:
-        what()
-    except FedstillError as error:
-        return "" if "\n" not in str(error).strip() else "more than one line"
-    except Exception as error:
-        return f"not a named error: {on_one_line(error)}"
-    return ""
 
 
 def epsilons(trials: int) -> Trials:
@@ -121,3 +81,60 @@ def canary(noise: float, rows: int = 5, each: int = 1000) -> tuple[float, float]
 
 def _score(privacy: Privacy, logits: torch.Tensor, seed: int) -> float:
     return float(privacy.protect(Payload(logits=logits), seed).tensor("logits")[:, 0].sum())
+
+
+EXPOSED = [
+    "fedavg",
+    "fedavgm",
+    "fedprox",
+    "scaffold",
+    "fednova",
+    "feddyn",
+    "moon",
+    "fedntd",
+    "kd",
+    "fedadkd",
+    "feddc",
+    "fedlc",
+    "fedrs",
+    "fedsam",
+    "fedsol",
+    "fedgkd",
+    "fedseq",
+    "sfedkd",
+    "dsfl",
+    "hiper_fedkd",
+]
+"""Twenty methods whose clients send models or logits, of which the attack asks what they were trained on."""
+
+
+def members_told(trials: int) -> Trials:
+    """Each trial: a run whose uploads are attacked; it says how often a member is told from another, 0.5 by chance.
+
+    A trial passes if it is measured: no level is promised.
+    """
+    asked = list(itertools.product(range(-(-trials // len(EXPOSED))), EXPOSED))[:trials]
+    told: dict[str, list[Mapping[str, Any]]] = {}
+    for seed, method in asked:
+        with scratch() as place:
+            run(_exposed(method, seed), place / "run")
+            events = read_journal(place / "run" / "journal.jsonl")
+        seen = [e["seen"]["loss"] for e in events if e["event"] == "measure" and "seen" in e]
+        told.setdefault(method, []).extend(seen[-1:])
+    says = [
+        f"{method}: AUC {_span(each, 'auc')}; {_span(each, 'tpr_at_0.01', 100)} % of members found at 1 % false"
+        for method, each in told.items()
+    ]
+    return Trials(len(asked), sum(map(len, told.values())), tuple(says))
+
+
+def _exposed(method: str, seed: int) -> Experiment:
+    """Two rounds of ten epochs on a third of the digits: clients learn their examples by heart."""
+    data = {"train_size": 600, "test_size": 359, "public": 60 if method in ("dsfl", "hiper_fedkd") else 0}
+    plan = {"epochs": 10, "batch": 20, "lr": 0.05}
+    return small_run(method, measure=("leakage",), measure_every=2, data=data, plan=plan, seed=seed)
+
+
+def _span(each: Sequence[Mapping[str, Any]], key: str, times: float = 1) -> str:
+    values = [times * one[key] for one in each]
+    return f"{min(values):.2f}" if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f}"

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedstill.audit.trials import STEADY, Trials, small_run
+from fedstill.audit.trials import STEADY, Trials, scratch, small_run
 from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read_journal, without_times
@@ -28,7 +24,7 @@ PATIENCE = 120.0
 def kills(trials: int) -> Trials:
     """Each trial: a run in a process of its own, killed at a moment drawn, resumed here, compared."""
     draw, problems = random.Random(0), dict[str, str]()
-    with _folder() as place:
+    with scratch() as place:
         wanted: dict[str, tuple[Any, float]] = {}
         for trial in range(trials):
             method = STEADY[trial % len(STEADY)]
@@ -63,7 +59,7 @@ def _killed(config: Path, folder: Path, after: float, want: object) -> str:
 def damage(trials: int) -> Trials:
     """Each trial: a file of a checkpoint is cut short, emptied, or gets a bit turned; then the run is resumed."""
     draw, problems = random.Random(1), dict[str, str]()
-    with _folder() as place:
+    with scratch() as place:
         run(small_run("scaffold", rounds=3), place / "whole")
         want = evidence_of(place / "whole")
         for trial in range(trials):
@@ -98,16 +94,3 @@ def evidence_of(folder: Path) -> tuple[str, list[Any]]:
     """What two runs with the same bits have alike: the final model's SHA-256, and the journal without times."""
     events = [without_times(e) for e in read_journal(folder / "journal.jsonl") if e["event"] != "resumed"]
     return digest((folder / "model.safetensors").read_bytes()), events
-
-
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder for a row's runs; what is damaged on purpose is not logged."""
-    logger = logging.getLogger("fedstill")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
-            yield Path(place)
-    finally:
-        logger.setLevel(level)

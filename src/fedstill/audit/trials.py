@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fedstill.experiment.config.experiment import Experiment
@@ -53,3 +57,22 @@ def small_run(method: str, **changes: Any) -> Experiment:
         "reuse": False,
     }
     return Experiment(**{**values, **changes})
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
+        yield Path(place)
+
+
+@contextmanager
+def without_log() -> Iterator[None]:
+    """What is wrong on purpose is not logged."""
+    logger = logging.getLogger("fedstill")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -25,7 +25,7 @@ from fedstill.cli import (
 )
 from fedstill.cli.app import app, say
 from fedstill.cli.spelling import spaced_list, unused_words
-from fedstill.errors import FedstillError
+from fedstill.errors import FedstillError, Interrupted
 
 __all__ = [
     "app",
@@ -85,6 +85,8 @@ def call(tokens: list[str]) -> int:
         return say(str(error), 2)
     except FedstillError as error:
         return say(error.in_shell, error.exit_code)
+    except Interrupted as stopped:
+        return say(str(stopped), 1)
     except BrokenPipeError:
         return 1
     return result if isinstance(result, int) else 0

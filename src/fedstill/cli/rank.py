@@ -69,7 +69,7 @@ def rank_run(
     The same command goes on where it was stopped. Entries are in OUT/entries, one folder a suite.
 
     Args:
-        tier: digits (seconds a run) or small (minutes a run).
+        tier: digits (seconds a run), small (minutes a run), or the file of a suite of yours, e.g. clinics.toml.
         track: Only this one: space, time, both, chain, public or peers. Unset, all.
         methods: Only these rows, by name or by their method's, e.g. --methods fedavg,fedntd. Unset, all and the bounds.
         out: The folder of runs and entries.
@@ -78,7 +78,7 @@ def rank_run(
     """
     from fedstill.experiment.ranking import competing
 
-    for suite in _suites(tier, track):
+    for suite in suites_of(tier, track):
         chosen = competing.suite_at(suite, out)
         rows = [suite.row_named(name) for name in methods] or list(suite.recipe.rows)
         for row in rows:
@@ -105,7 +105,7 @@ def rank_choose(
     Shipped suites have their fields already. The same command goes on where it was stopped.
 
     Args:
-        tier: digits or small.
+        tier: digits, small, or the file of a suite of yours.
         track: Only this one. Unset, all.
         methods: Only these rows, by name or by their method's. Unset, all.
         out: The folder of the runs; what is chosen is written to OUT/SUITE/chosen.toml, which rank run reads.
@@ -119,7 +119,7 @@ def rank_choose(
     from fedstill.report import terminal
     from fedstill.report.ranking_files import choice_lines
 
-    for suite in (s for s in _suites(tier, track) if s.track != "both"):
+    for suite in (s for s in suites_of(tier, track) if s.track != "both"):
         rows = [suite.row_named(name) for name in methods] or suite.competing
         with doing(out / suite.name, jobs, quiet) as do:
             chosen = competing.choose_fields(suite, rows, out, do)
@@ -149,7 +149,7 @@ def rank_enter(
 
     Args:
         method: The method's file, as docs/add_a_method.md says how to write one.
-        tier: digits or small.
+        tier: digits, small, or the file of a suite of yours.
         track: Which question: space, time, both, chain, public or peers.
         name: What its row is called. Unset, the name of its class.
         out: The folder of runs and entries.
@@ -158,7 +158,7 @@ def rank_enter(
     """
     from fedstill.experiment.ranking import competing
 
-    for suite in _suites(tier, track):
+    for suite in suites_of(tier, track):
         entered, row = competing.newcomer(suite, method, name)
         with doing(out / suite.name, jobs, quiet) as do:
             competing.rehearse(entered, row, do)
@@ -169,9 +169,12 @@ def rank_enter(
     return 0
 
 
-def _suites(tier: str, track: str) -> list[Suite]:
-    from fedstill.experiment.ranking.suites import load_suite, suite_names
+def suites_of(tier: str, track: str) -> list[Suite]:
+    """The suites of a tier, or the one of a file."""
+    from fedstill.experiment.ranking.suites import load_suite, own_suite, suite_names
 
+    if tier.endswith(".toml"):
+        return [own_suite(Path(tier))]
     return [load_suite(name) for name in suite_names(tier, track)]
 
 

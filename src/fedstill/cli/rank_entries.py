@@ -9,8 +9,9 @@ from typing import Annotated
 from cyclopts import Parameter, validators
 
 from fedstill.cli.app import Grid, Jobs, Quiet, say
-from fedstill.cli.rank import RUNS, doing, rank
+from fedstill.cli.rank import RUNS, doing, rank, suites_of
 
+Suites = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
 Times = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
 
 
@@ -20,6 +21,7 @@ def rank_check(
     replay: Times = 0,
     rounds: Times = 0,
     note: Path | None = None,
+    suite: Suites = (),
     jobs: Jobs = None,
     quiet: Quiet = False,
 ) -> int:
@@ -32,13 +34,17 @@ def rank_check(
         replay: Do so many of each entry's runs again, drawn by its own bytes, and say how near they come.
         rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are done.
         note: Write the level that a replay reached to replayed.csv in this folder, which rank page reads.
+        suite: The file of a suite of yours, of which entries are. May be repeated.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.errors import ConfigError
     from fedstill.experiment.ranking.entries import entries_below
+    from fedstill.experiment.ranking.suites import own_suite
     from fedstill.report.checked_entries import check_one
 
+    for file in suite:
+        own_suite(file)
     places = [place for folder in entries for place in entries_below(folder)]
     if not places:
         raise ConfigError(
@@ -58,7 +64,9 @@ def say_all(lines: Iterator[tuple[str, bool]]) -> int:
 
 
 @rank.command(name="page")
-def rank_page(*entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool, Parameter()] = True) -> int:
+def rank_page(
+    *entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool, Parameter()] = True, suite: Suites = ()
+) -> int:
     """Write the page of the ranking, and its tables as Markdown, CSV and LaTeX.
 
     Args:
@@ -66,11 +74,15 @@ def rank_page(*entries: Path, out: Path = RUNS / "page", shipped: Annotated[bool
         out: The folder for index.html (one file, no network), table.md, table.csv (a line a run), standings.csv and
             table.tex.
         shipped: Whether what ships is in it.
+        suite: The file of a suite of yours, of which entries are. May be repeated.
     """
+    from fedstill.experiment.ranking.suites import own_suite
     from fedstill.report.ranked import every_standing, rows_below, shipped_rows
     from fedstill.report.ranking_files import write_ranking_files
     from fedstill.report.ranking_page import write_ranking_page
 
+    for file in suite:
+        own_suite(file)
     rows, suites, left_out = rows_below(entries)
     there = shipped_rows() if shipped else {}
     both = {name: [*there.get(name, ()), *rows.get(name, ())] for name in {**there, **rows}}
@@ -99,7 +111,7 @@ def rank_map(
 
     Args:
         method: A row of the suite TIER-space, by its name or its method's, e.g. fedntd.
-        tier: digits (minutes a method) or small (hours).
+        tier: digits (minutes a method), small (hours), or the file of a suite of yours.
         grid: Other axes: a key and its values, e.g. --grid topology.sampled=2,5. May be repeated.
         out: The folder of the runs, and of index.html, map.csv (a line a run) and map.md. Unset, one under runs/rank.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
@@ -108,13 +120,11 @@ def rank_map(
     from fedstill.experiment.config.overrides import parse_grid
     from fedstill.experiment.ranking.competing import suite_at
     from fedstill.experiment.ranking.entries import slug
-    from fedstill.experiment.ranking.suites import load_suite, suite_names
     from fedstill.experiment.ranking.where import AXES, grid_of
     from fedstill.report import terminal
     from fedstill.report.where_it_helps import cell_table, write_map
 
-    (name,) = suite_names(tier, "space")
-    suite = suite_at(load_suite(name), RUNS)
+    (suite,) = [suite_at(one, RUNS) for one in suites_of(tier, "space")]
     row = suite.row_named(method)
     folder = out or RUNS / f"map-{tier}"
     with doing(folder, jobs, quiet) as do:

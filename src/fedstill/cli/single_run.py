@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, Track, app, say, tracebacks
+from fedstill.errors import Interrupted
 
 if TYPE_CHECKING:
     from fedstill.experiment.explain import Cost
@@ -52,7 +53,6 @@ def run_command(
     """
     from fedstill.experiment.config.experiment import load
     from fedstill.experiment.config.settle import settle
-    from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.running import runner
     from fedstill.report.following import followed
 
@@ -78,7 +78,6 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
         debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.experiment.progress import Interrupted
     from fedstill.experiment.run_directory.begun import settings_of
     from fedstill.experiment.running import runner
     from fedstill.report.following import followed

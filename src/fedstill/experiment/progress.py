@@ -41,7 +41,3 @@ class Quiet:
     def stop(self) -> bool:
         """Never."""
         return False
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has stopped; its checkpoint is written."""

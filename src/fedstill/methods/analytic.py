@@ -7,14 +7,15 @@ Stages: ``train``, in which clients are idle from the second task on; after each
 there: nothing is trained.
 State: the global parameters, of the network with the random layer from the end of the first task on; gram = G so far,
 (M+1, M+1); cross = P so far, (M+1, C), both in float64.
-Memory: gram, cross = the client's own sums of the task that it was last in; task = that task.
+Memory: gram, cross = the client's own sums of the task that it was last in, without ``groups``; task = that task.
 Reading: features e are ReLU(h Q), with Q of fixed random numbers of mean 0 and spread 1, (D, M); with ``width`` 0 they
 are h, the network's own. The code prints M = 1,250 in its README and 10,000 as its default.
 Reading: the code's rho is 1e6 and to be tuned; so it is here, and what fits depends on M and on the features' size.
 Reading: the code has no bias; here there is one, without a penalty, as in ``afl``.
 Reading: the code predicts by the cosine with the columns of the layer (``cosine``), the bias among them here.
 Reading: a client that is asked again in a task sends by how much its sums have changed, so nothing counts twice.
-Reading: STSA-E, whose clients send sums of random groups in place of G, is not here.
+Reading: with ``groups`` it is STSA-E: clients send sums of so many random groups of theirs, by class, from which G is
+estimated, task by task, as the code does. An estimate may have negative eigenvalues; for the layer they count as 0.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from fedstill.fields import CountOrZero, NonNegative
+from fedstill.keys import generator, seed_for
 from fedstill.methods.afl import SUMS, SendChange
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.models.lifted import lifted_body, lifted_spec
-from fedstill.records import SERVER, ModelSpec, Payload, Plan, Reply, Stage, State, View, World
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
-from fedstill.ridge import NO_TRAINING, empty_sums, no_linear_head, solved
+from fedstill.ridge import NO_TRAINING, empty_group_sums, empty_sums, estimated_gram, group_sums, no_linear_head, solved
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -55,6 +57,8 @@ class Analytic(FedAvg):
     """Weight of the squares of the last layer's weights (rho)."""
     width: CountOrZero = 1250
     """How many random features the last layer sees (M); 0: the network's own."""
+    groups: CountOrZero = 0
+    """Of how many random groups of theirs clients send sums (STSA-E's code: 5); 0: products of features, exact."""
     cosine: bool = True
     """Whether classes are compared by the cosine with their column of the layer, so that rare ones are not shrunk."""
 
@@ -62,6 +66,10 @@ class Analytic(FedAvg):
         spec = world.model(SERVER)
         if self.width and (spec.held or spec.widths):
             return "only a part of the network is trained, or widths are its own; set method.width = 0"
+        if self.groups and world.stream.kept:
+            return (
+                "groups count each example once, and stream.past = 'kept' shows it in each task; set method.groups = 0"
+            )
         return no_linear_head(world)
 
     def network(self, spec: ModelSpec) -> ModelSpec:
@@ -74,30 +82,39 @@ class Analytic(FedAvg):
         return Payload(body=self._body(state))
 
     def work(self, stage: Stage) -> ClientWork:
-        return SendTaskSums(stage.round, self) if stage.name == SUM_UP else super().work(stage)
+        if stage.name != SUM_UP:
+            return super().work(stage)
+        return SendGroups(stage, self) if self.groups else SendTaskSums(stage.round, self)
 
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != SUM_UP:
             return super().expects(client, stage, world)
-        return empty_sums(self.network(world.model(client)), world.classes)
+        spec = self.network(world.model(client))
+        return empty_group_sums(spec, world.classes, self.groups) if self.groups else empty_sums(spec, world.classes)
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name != SUM_UP:
             return super().fold(state, replies, stage, world)
         spec = self.network(world.model(SERVER))
         before = state.extra if "gram" in state.extra else empty_sums(spec, world.classes)
-        sums = {g: torch.stack([before.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0) for g in SUMS}
+        came = [self._estimated(replies)] if self.groups else [r.up for r in replies]
+        sums = {g: torch.stack([before.tensor(g), *(one.tensor(g) for one in came)]).sum(0) for g in SUMS}
         head = {k: v.to(dtype_of(state.params)) for k, v in self.layer(**sums).items()}
         after = state.next(params={**self._body(state), **head}, groups=sums)
         return replace(after, model=spec) if self.width else after
 
     def layer(self, gram: Tensor, cross: Tensor) -> dict[str, Tensor]:
         """The last layer of sums, ``head.weight`` (C, M) and ``head.bias`` (C,)."""
-        exact = solved(gram, cross, ridge=self.ridge)
+        exact = solved(without_negative(gram) if self.groups else gram, cross, ridge=self.ridge)
         if not self.cosine:
             return exact
         unit = normalize(torch.cat([exact["head.weight"], exact["head.bias"].unsqueeze(1)], dim=1), dim=1)
         return {"head.weight": unit[:, :-1].contiguous(), "head.bias": unit[:, -1].clone()}
+
+    def _estimated(self, replies: Sequence[Reply]) -> Payload:
+        """gram and cross of a task from all clients' groups."""
+        sums, counts = (torch.cat([r.up.tensor(g) for r in replies]) for g in ("sums", "counts"))
+        return Payload(gram=estimated_gram(sums, counts), cross=sums.sum(0).T.contiguous())
 
     def _body(self, state: State) -> dict[str, Tensor]:
         """The frozen body, its entries named as in the network with the random layer."""
@@ -115,3 +132,32 @@ class SendTaskSums(SendChange):
 
     def features(self, down: Payload, view: View, world: World) -> Tensor:
         return view.features(down.tensors("body"), model=self.network(view))
+
+
+@dataclass(frozen=True)
+class SendGroups(ClientWork):
+    """The sums of the features of random groups of the task's examples, once a task; nothing is trained."""
+
+    stage: Stage
+    method: Analytic
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        m, task, labels = self.method, world.stream.task(self.stage.round, view.client), view.data.labels.cpu()
+        spec = m.network(view.model)
+        up = empty_group_sums(spec, world.classes, m.groups)
+        if not memory or memory.number("task") != task:
+            draw = generator(seed_for(world.seed, task, 0, view.client, "groups"))
+            group = torch.randperm(len(labels), generator=draw) % m.groups
+            features = view.features(down.tensors("body"), model=spec)
+            up = group_sums(features, labels, world.classes, group, m.groups)
+        return Carry(params={}, constants={"up": up, "task": task})
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return carry["up"], Payload(task=carry["task"])
+
+
+def without_negative(gram: Tensor) -> Tensor:
+    """A symmetric matrix with its negative eigenvalues at 0."""
+    values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+    cut: Tensor = (vectors * values.clamp(min=0)) @ vectors.T
+    return cut

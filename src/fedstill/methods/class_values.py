@@ -79,7 +79,7 @@ class TowardsValues(ClientWork):
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         apart = self.method.distance(step, carry["values"][step.y])  # (B,)
-        return {**super().terms(step, carry), "apart": self.method.strength * carry["seen"][step.y] * apart}
+        return {**super().terms(step, carry), "apart": self.method.strength * (carry["seen"][step.y] * apart)}
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         means, counts = means_by_class(self.method.values(params, view), view.data.labels.cpu(), world.classes)

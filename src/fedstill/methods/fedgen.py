@@ -10,6 +10,7 @@ the head that client N sent in the round, until G has been trained.
 Memory: nothing.
 Reading: omega is of all examples that the round's clients have; the code counts those they saw, and begins at 1, so
 that clients without a class teach it, too.
+Reading: the code gives each generated example the batch's mean omega; here it has its own class's, as in the paper.
 Reading: a client draws 100 features of each class a round, and takes one after another; the code draws for every step.
 Reading: G has no normalisation, and its optimiser begins anew each round. The code's term that keeps G from what the
 global model says has weight 0, and is not here.

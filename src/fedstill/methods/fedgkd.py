@@ -10,8 +10,8 @@ Memory: nothing.
 Reading: the paper's weight is gamma / 2 with gamma 0.2; ``weight`` is all of it.
 Reading: only averaged models teach, as in the code: not the initial one. The first round has no teacher.
 Reading: the code's teacher stays the first round's for ever if M is 1; here it is the round's global model.
-Reading: the code's vote cannot run; here the server's losses on labelled public data weigh the teachers, as the formula
-says, with a temperature of 1.
+Reading: the code's vote cannot run, and its divergences would have no gradient; here they have, and the server's losses
+on labelled public data weigh the teachers, as the formula says, with a temperature of 1.
 Reading: the code weighs clients alike; ``aggregation`` chooses, by size as it is. Training settings as in the other
 methods' tables; the code's are 20 epochs at 0.05 with momentum 0.9.
 """

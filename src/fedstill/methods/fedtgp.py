@@ -142,7 +142,7 @@ class Apart(ClientWork):
         prototypes = all_prototypes(carry["spec"], step.params)  # (C, D)
         apart = (step.x.unsqueeze(1) - prototypes).square().sum(2).clamp(min=1e-12).sqrt()  # (B, C)
         own = step.y.unsqueeze(1) == torch.arange(len(prototypes), device=step.y.device)
-        return {"apart": cross_entropy(-(apart + carry["margin"] * own), step.y)}
+        return {"apart": cross_entropy(-(apart + carry["margin"] * own.to(apart.dtype)), step.y)}
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         return Payload(table=params), NOTHING

@@ -6,11 +6,17 @@ rounds, so a run that was killed goes on to the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from fedstill.labels import means_by_class
 from fedstill.payload import NOTHING, Payload
+from fedstill.records import Examples, Tensors, View
+from fedstill.stream import OFF
+from fedstill.trees import dtype_of
 
 GROUPS = ("values", "labels", "tasks", "places", "keys")
 """Of each kept example: what it is, its label, its task, its place among the client's examples of that, its key."""
@@ -71,3 +77,16 @@ def of_other_tasks(memory: Payload, task: int) -> Payload:
     """What a client keeps of all tasks but one, that it is in; nothing where that is no example."""
     other = memory.tensor("tasks") != task if memory else torch.zeros(0)
     return Payload({g: memory.tensor(g)[other] for g in memory}) if bool(other.any()) else NOTHING
+
+
+def means_to_send(sets: Sequence[Examples], view: View, params: Tensors, classes: int) -> Payload:
+    """means = of each class the mean (C, D) of its examples' features at length 1; counts = how many, (C,)."""
+    unit = [normalize(view.passes.features(params, e).cpu(), dim=1) for e in sets]
+    means, counts = means_by_class(torch.cat(unit), torch.cat([e.labels.cpu() for e in sets]), classes)
+    return Payload(means=means.to(dtype_of(params)), counts=counts)
+
+
+def nearest_mean_head(means: Tensor, known: Tensor) -> dict[str, Tensor]:
+    """A linear head that answers by the nearest mean (C, D), at length 1, of the classes that have one (C,)."""
+    bias = torch.where(known, 0.0, 100 * OFF).to(means.dtype)
+    return {"head.weight": normalize(means, dim=1), "head.bias": bias}

@@ -28,15 +28,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from fedstill.aggregate import mean_by_class
 from fedstill.fields import CountOrZero, NonNegative
 from fedstill.keys import generator, seed_for
-from fedstill.labels import means_by_class
 from fedstill.losses import cross_entropy
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.methods.rehearsed import herded, merged, of_other_tasks
+from fedstill.methods.rehearsed import herded, means_to_send, merged, nearest_mean_head, of_other_tasks
 from fedstill.models.contract import predictor, width
 from fedstill.records import (
     KEEP,
@@ -85,26 +83,33 @@ class Replay(FedAvg):
     """Weight of the squared distance to the logits that kept examples had at their task's end (DER++: 0.5 each)."""
     nearest_mean: bool = False
     """Whether the model that answers by the nearest class mean is made and tested as well."""
+    answers: Literal["network", "nearest_mean"] = "network"
+    """Whose accuracy the run's numbers are, from the first task's end on; ``nearest_mean`` makes that model, too."""
+
+    @property
+    def by_means(self) -> bool:
+        """Whether class means are sent, and a model is made that answers by the nearest."""
+        return self.nearest_mean or self.answers == "nearest_mean"
 
     @property
     def reads_model(self) -> bool:
         """Whether clients need the model to remember."""
-        return self.nearest_mean or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
+        return self.by_means or (self.size > 0 and (self.alpha > 0 or self.choose == "herding"))
 
     def requires(self) -> frozenset[str]:
-        more = {"head", "features"} if self.nearest_mean else {"features"} if self.choose == "herding" else set()
+        more = {"head", "features"} if self.by_means else {"features"} if self.choose == "herding" else set()
         return self.needs | more
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         shares = [world.plans[name].validation for name in ("train", REMEMBER)]
         if shares[0] != shares[1]:
             return f"examples held out of training must not be kept; set validation = {shares[0]} in [plan.{REMEMBER}]"
-        return no_linear_head(world) if self.nearest_mean else ""
+        return no_linear_head(world) if self.by_means else ""
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name != REMEMBER:
             return Payload(params=state.params)
-        if not self.nearest_mean and not self.remembers(stage, world):
+        if not self.by_means and not self.remembers(stage, world):
             return None
         return Payload(params=state.params) if self.reads_model else Payload()
 
@@ -119,7 +124,7 @@ class Replay(FedAvg):
     def expects(self, client: int, stage: Stage, world: World) -> Payload:
         if stage.name != REMEMBER:
             return super().expects(client, stage, world)
-        if not self.nearest_mean:
+        if not self.by_means:
             return Payload()
         like = torch.zeros(world.classes, width(world.model(client)), dtype=dtype_of(world.initial(client)))
         return Payload(means=like, counts=torch.zeros(world.classes, dtype=torch.int64))
@@ -127,7 +132,7 @@ class Replay(FedAvg):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         if stage.name != REMEMBER:
             return super().fold(state, replies, stage, world)
-        if not self.nearest_mean:
+        if not self.by_means:
             return state
         blank = torch.zeros_like(replies[0].up.tensor("means"))
         before = state.extra.get("means", blank), state.extra.get("known", blank[:, 0] > 0)
@@ -138,12 +143,9 @@ class Replay(FedAvg):
         """The global model; and, once there are class means, the same with these as its last layer."""
         named = super().predictors(state, world)
         if "means" in state.extra:
-            known = state.extra.tensor("known")
-            last = {
-                "head.weight": normalize(state.extra.tensor("means"), dim=1),
-                "head.bias": torch.where(known, 0.0, 100 * OFF).to(dtype_of(state.params)),
-            }
-            named["nearest_mean"] = predictor(world.model(SERVER), {**state.params, **last})
+            last = nearest_mean_head(state.extra.tensor("means"), state.extra.tensor("known"))
+            means = {"nearest_mean": predictor(world.model(SERVER), {**state.params, **last})}
+            return means | named if self.answers == "nearest_mean" else named | means
         return named
 
 
@@ -215,13 +217,9 @@ class Remember(ClientWork):
         keeps = m.remembers(self.stage, world)
         now = merged(others, self.now(task, down, view, world), m.size, self.by_class) if keeps else memory
         up = Payload()
-        if m.nearest_mean:
+        if m.by_means:
             kept = [Examples(others.tensor("values"), others.tensor("labels"))] if others else []
-            each = [view.data, *kept]
-            unit = [normalize(view.passes.features(down.params, e).cpu(), dim=1) for e in each]
-            labels = torch.cat([e.labels.cpu() for e in each])
-            means, counts = means_by_class(torch.cat(unit), labels, world.classes)
-            up = Payload(means=means.to(dtype_of(down.params)), counts=counts)
+            up = means_to_send([view.data, *kept], view, down.params, world.classes)
         return Carry(params={}, constants={"up": up, "memory": now})
 
     @property

@@ -75,7 +75,8 @@ def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dic
 def every_standing(rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str, Suite]) -> list[Standings]:
     """The standings of all suites that have rows, in order; of two rows of one name the last counts."""
     out = []
-    for name in suite_names():
+    shipped = suite_names()
+    for name in [*shipped, *(name for name in rows if name not in shipped)]:
         if own := {row.name: row for row in rows.get(name, ())}:
             suite = suites.get(name) or load_suite(name)
             order = {row: i for i, row in enumerate(suite.recipe.rows)}

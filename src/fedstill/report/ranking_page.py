@@ -67,7 +67,7 @@ def _section(one: Standings) -> Html:
     lines = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
     head = standing_head(one)
     return section(
-        f"{suite.tier}, {suite.track}: {TRACKS[suite.track]}",
+        suite.title,
         sentence(f"{about(one)} Version {suite.version} of {suite.name}."),
         html_table([head[1], head[0], *head[2:]], lines, "numbers wide sortable"),
         *missing,

@@ -9,11 +9,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedstill.errors import ConfigError, RunsFailed
+from fedstill.errors import ConfigError, Interrupted, RunsFailed
 from fedstill.experiment.comparing.compare import Outcome, carry_out_runs, jobs_that_fit
 from fedstill.experiment.comparing.variants import Variant, new_folder, variants
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.claim import claimed
 from fedstill.experiment.run_directory.evidence import restored
 from fedstill.report.comparison import Comparison

@@ -111,7 +111,7 @@ class Standings:
 
     def ceiling(self, column: str) -> RankedRow | None:
         """The row at share 1 of a column; None where there is none."""
-        return next((r for r in self.bounds if r.column(column)), None)
+        return next((r for r in self.bounds if r.name in self.suite.ceilings and r.column(column)), None)
 
 
 def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRow:

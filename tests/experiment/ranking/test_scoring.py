@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 import tiny_ranking
-from fedstill.errors import ConfigError, CorruptFile, Diverged, FedstillError, RunsFailed
+from fedstill.errors import ConfigError, CorruptFile, Diverged, FedstillError, Interrupted, RunsFailed
 from fedstill.experiment.comparing.compare import Outcome, carry_out_runs
 from fedstill.experiment.comparing.variants import Variant, variants
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.ranking.carried_out import ended
 from fedstill.experiment.ranking.checking import checked_entry
 from fedstill.experiment.ranking.choosing import choice_of

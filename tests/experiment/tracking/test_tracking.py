@@ -11,10 +11,9 @@ import pytest
 from offline_wandb import offline_runs
 
 import toys
-from fedstill.errors import ConfigError, UnknownName
+from fedstill.errors import ConfigError, Interrupted, UnknownName
 from fedstill.experiment.comparing.compare import carry_out_runs
 from fedstill.experiment.comparing.variants import variants
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.experiment.tracking.round_numbers import RoundNumbers

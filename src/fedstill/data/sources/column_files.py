@@ -97,16 +97,18 @@ def _csv(path: Path) -> pa.Table:
     with in_one_line(path):
         refuse_large(path, 8 * path.stat().st_size)
         try:
-            return pc.read_csv(
+            table = pc.read_csv(
                 path,
                 parse_options=pc.ParseOptions(newlines_in_values=True),
                 convert_options=pc.ConvertOptions(null_values=UNKNOWN, strings_can_be_null=True),
             )
-        except pa.ArrowInvalid as error:
+            _ = table.column_names  # Arrow decodes names when they are asked for
+        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             raise DataError(
                 f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a first line of column names, commas "
                 "between values, and UTF-8"
             ) from error
+    return table
 
 
 def claims(path: Path) -> pq.FileMetaData:

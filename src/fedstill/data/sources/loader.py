@@ -66,18 +66,25 @@ def _loaded(name: str, folder: str | Path | None, base: Path | None, fields: dic
     if name not in names("dataset") and not path.endswith(".py") and not attribute:
         return _load_other(name, folder, base, fields)
     entry = lookup("dataset", name, base)
+    column = fields.get("owner") if path.endswith(".py") and "owner" not in entry.fields else None
+    fields = {key: value for key, value in fields.items() if key != "owner" or column is None}
     _refuse_unknown(name, fields, entry.fields)
     given = {"folder": folder} if "folder" in inspect.signature(entry.target).parameters else {}
     if not path.endswith(".py"):
         return _a_dataset(name, entry.build(**given, **fields))
     _refuse_required(name, entry.target, {*given, *fields})
     try:
-        data = entry.build(**given, **fields)
+        data = _a_dataset(name, entry.build(**given, **fields))
     except FedstillError:
         raise
     except Exception as error:
         raise DataError(f"dataset {short_name(name)!r}: {reason(error, entry.target)}") from error
-    return _a_dataset(name, data)
+    if column and not data.about.owners:
+        raise DataError(
+            f"dataset {short_name(name)!r} says of no example whose it is, so there is no column {column!r}; let it "
+            "return what fedstill.from_clients makes"
+        )
+    return data
 
 
 def _a_dataset(name: str, data: object) -> Dataset:

@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from fedstill.engines.cores import WORKERS, cores
-from fedstill.errors import CorruptFile, FedstillError
+from fedstill.errors import CorruptFile, FedstillError, Interrupted
 from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
@@ -172,8 +172,6 @@ def _do(
 
 
 def _answer(error: BaseException) -> Answer:
-    from fedstill.experiment.progress import Interrupted
-
     if isinstance(error, Interrupted):
         return STOPPED
     trace = "".join(traceback.format_exception(error))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fedstill.errors import Diverged, RunsFailed, TooFewReplies
+from fedstill.errors import Diverged, Interrupted, RunsFailed, TooFewReplies
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.ranking.scoring import Score, score_of
 
 Do = Callable[[Sequence[Variant]], Sequence[Outcome]]

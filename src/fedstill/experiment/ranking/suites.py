@@ -42,13 +42,17 @@ FREE = ("plan.lr", "stream.head")
 Try = Mapping[str, Any]
 """Values by dotted key over a row's."""
 
+_own: dict[str, Suite] = {}
+"""Suites from files of yours that this process has read, by name."""
+
 
 @dataclass(frozen=True)
 class Suite:
     """One track of one tier: its settings, which never change within a version.
 
-    ``tries``: by row, what may be tried; rows without any are references. ``floor``: the row at share 0 of the gap;
-    ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that differences are to.
+    ``tries``: by row, what may be tried; rows without any are bounds, which are not ranked. ``floor``: the row at share
+    0 of the gap; ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that
+    differences are to.
     ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
     ``chosen``: by row, what was.
     """
@@ -67,8 +71,14 @@ class Suite:
 
     @property
     def name(self) -> str:
-        """``TIER-TRACK``."""
-        return f"{self.tier}-{self.track}"
+        """``TIER-TRACK``; of a file of yours the file's, whatever it is."""
+        return "-".join(filter(None, (self.tier, self.track)))
+
+    @property
+    def title(self) -> str:
+        """Tier, track and what it asks; of a suite of yours its name and what it says of itself."""
+        asked = TRACKS.get(self.track)
+        return f"{self.tier}, {self.track}: {asked}" if asked else f"{self.name}: {self.recipe.paper}"
 
     @property
     def competing(self) -> list[str]:
@@ -135,9 +145,29 @@ def suite_names(tier: str = "", track: str = "") -> list[str]:
 
 def load_suite(name: str) -> Suite:
     """A suite by its name, with what was chosen for its rows; raises UnknownName, ConfigError."""
+    if name in _own:
+        return _own[name]
     if name not in suite_names():
         raise UnknownName("suite", name, suite_names())
-    tree = tomllib.loads(recipe_text(f"{RANKING}/{name}"))
+    return _suite(name, tomllib.loads(recipe_text(f"{RANKING}/{name}")))
+
+
+def own_suite(path: Path) -> Suite:
+    """A suite from a file of yours, ``NAME.toml``; ``load_suite`` knows its name from then on, as entries say it.
+
+    Raises ConfigError for a file that is no suite, or has the name of one that ships.
+    """
+    if path.stem in suite_names():
+        raise ConfigError(f"{path}: {path.stem} is the name of a suite that ships; call the file otherwise")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the suite {path} cannot be read: {error}") from error
+    _own[path.stem] = _suite(path.stem, tree)
+    return _own[path.stem]
+
+
+def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     if set(tree) != KEYS:
         raise ConfigError(f"suite {name}: it has {sorted(tree)}, and must have {sorted(KEYS)}")
     recipe = recipe_of(
@@ -151,6 +181,8 @@ def load_suite(name: str) -> Suite:
     named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"]]
     if strange := sorted(set(named) - set(recipe.rows)):
         raise ConfigError(f"suite {name}: it says something of a row {strange[0]!r}, which it does not have")
+    if column not in recipe.columns and there is None:
+        raise ConfigError(f"suite {name}: fields are chosen on {column!r}, which is none of its columns")
     chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
     ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
     return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, chosen)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedstill.census import run_census
 from fedstill.engines.serial import SerialEngine
+from fedstill.errors import Interrupted
 from fedstill.experiment.measures.base import Happened
 from fedstill.experiment.on_flower.carried import engine_of, informed
 from fedstill.experiment.preparing.hostile import with_hostile
@@ -22,7 +23,7 @@ from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import Summed, run_sums
 from fedstill.experiment.preparing.unmaskable import with_masking
-from fedstill.experiment.progress import Interrupted, OnRound, Progress, Quiet
+from fedstill.experiment.progress import OnRound, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.result import Result, summary_of, write_result

@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedstill.errors import ConfigError, UnknownName, cut_reason
+from fedstill.errors import ConfigError, Interrupted, UnknownName, cut_reason
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.progress import Interrupted
 from fedstill.experiment.run_directory.journal import Event, read_journal
 from fedstill.experiment.tracking.mlflow_runs import MLflow
 from fedstill.experiment.tracking.round_numbers import RoundNumbers

@@ -1,0 +1,145 @@
+"""The row on doors: nothing starts without certificates and keys, and no stranger gets in; real TLS on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import ssl
+import threading
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedstill.audit.trials import Trials, scratch
+from fedstill.deploy import certificates, folder, greeting, programs
+from fedstill.deploy.gate import KEY_HEADER, MAX_BODY, Gate
+from fedstill.errors import FedstillError
+from fedstill.version import VERSION
+
+
+def strangers(trials: int) -> Trials:
+    """Each trial: something without a good certificate or key, at the start, in the greeting or at the gate."""
+    missing = [name for name in ("flwr", "cryptography") if importlib.util.find_spec(name) is None]
+    if missing:
+        return Trials(0, 0, (f"needs {' and '.join(missing)}: pip install 'fedstill[flower]'",))
+    problems = dict[str, str]()
+    for trial in range(trials):
+        name, probe = list(DOORS.items())[trial % len(DOORS)]
+        with scratch() as place:
+            problems[f"{name}, {trial // len(DOORS) + 1}"] = probe(place)
+    return Trials.of(problems)
+
+
+def _federation(place: Path, host: str = "127.0.0.1") -> folder.Federation:
+    return folder.init(place / "fed", 1, (host,), host, 8443, VERSION)
+
+
+def _stopped(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except FedstillError:
+        return ""
+    return "it was not refused"
+
+
+def _bare(name: str) -> Callable[[Path], str]:
+    def start(place: Path) -> str:
+        federation = _federation(place)
+        (federation.server / name).unlink()
+        return _stopped(lambda: programs.superlink(federation, insecure=False))
+
+    return start
+
+
+def _reachable(place: Path) -> str:
+    return _stopped(lambda: programs.superlink(_federation(place, "192.0.2.1"), insecure=True))
+
+
+@contextmanager
+def _listening(federation: folder.Federation | None) -> Iterator[str]:
+    """An address where a server with the federation's certificate listens; without one, a server that has no TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if federation is not None:
+        context.load_cert_chain(federation.server / "server.crt", federation.server / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            there, _ = server.accept()
+            with there:
+                try:
+                    if federation is not None:
+                        context.wrap_socket(there, server_side=True).close()
+                    elif there.recv(1000):
+                        there.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                except OSError:
+                    return  # the client has left, as it should
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(30)
+
+
+def _met(client: folder.Federation, server: folder.Federation | None) -> str:
+    with _listening(server) as address:
+        member = replace(folder.membership(client.client(0)), address=address)
+        return _stopped(lambda: greeting.greet(member, insecure=False))
+
+
+def _certified(place: Path, host: str, days: int) -> str:
+    federation = _federation(place)
+    certificates.make_server(federation.server, certificates.authority_of(federation.folder), [host], days)
+    return _met(federation, federation)
+
+
+def _at_the_gate(path: str, wanted: int, headers: Mapping[str, str], times: int = 1) -> Callable[[Path], str]:
+    """What comes of a request that is sent so often: its last answer must be refused, and not get through."""
+
+    def ask(place: Path) -> str:
+        came, answers = list[str](), list[int]()
+
+        async def inside(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+            came.append(scope["path"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            answers.extend([message["status"]] if "status" in message else [])
+
+        async def receive() -> MutableMapping[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        gate = Gate(inside, b"k" * 43)
+        given = {"content-length": "0", **headers}
+        pairs = [(k.encode(), v.encode()) for k, v in given.items()]
+        for _ in range(times):
+            scope = {"type": "http", "method": "POST", "path": path, "headers": pairs, "client": ("203.0.113.7", 5)}
+            asyncio.run(gate(scope, receive, send))
+        good = answers[-1] == wanted and len(came) == times - 1
+        return "" if good else f"answered {answers}, and {len(came)} got through"
+
+    return ask
+
+
+SIGNED = {
+    "flwr-public-key": b64encode(b"public").decode(),
+    "flwr-timestamp": "2026-01-01T00:00:00.123456+00:00",
+    "flwr-signature": "c2ln",
+}
+DOORS: Mapping[str, Callable[[Path], str]] = {
+    "a server without a certificate": _bare("server.crt"),
+    "a server without a list of keys": _bare("allowed/client0.pub"),
+    "no TLS where others can reach it": _reachable,
+    "a certificate that has expired": lambda place: _certified(place, "127.0.0.1", -1),
+    "a certificate for another name": lambda place: _certified(place, "elsewhere.example.org", 9),
+    "a certificate of another authority": lambda p: _met(_federation(p / "a"), _federation(p / "b")),
+    "a server in plain text": lambda place: _met(_federation(place), None),
+    "a stranger who starts a run": _at_the_gate("/v1/control/start-run", 403, {}),
+    "an operator with a wrong key": _at_the_gate("/v1/control/start-run", 403, {KEY_HEADER: "x" * 43}),
+    "a signed request that comes again": _at_the_gate("/v1/fleet/pull-messages", 401, SIGNED, times=2),
+    "a request that is too large": _at_the_gate("/v1/fleet/push-object", 413, {"content-length": str(MAX_BODY + 1)}),
+}
+"""Eleven ways in that must be closed: real certificates and sockets, the gate as the server has it."""

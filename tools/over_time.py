@@ -1,0 +1,71 @@
+"""The tables of docs/results.md on forgetting over time, made from entries: ``python tools/over_time.py``.
+
+They stand between two marks, one for each suite: of digits from ``results/rank``, of the others from
+``results/over-time``, where the suites are, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedstill.experiment.ranking.suites import own_suite
+from fedstill.report.ranked import every_standing, rows_below
+from fedstill.report.ranking_files import cell_lines
+from fedstill.report.standings import RankedRow, Standings
+from fedstill.report.table_files import markdown
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results.md"
+SHIPPED, OWN = ROOT / "results" / "rank", ROOT / "results" / "over-time"
+MARKS = ("<!-- over time -->\n", "<!-- end of over time -->\n")
+DIGITS = ("digits-time", "digits-both")
+NONE = "–"
+
+
+def compared() -> list[Standings]:
+    """The standings of suites over time that have entries; raises ValueError for one that is not as it should be."""
+    own = [own_suite(file).name for file in sorted(OWN.glob("*.toml"))]
+    rows, suites, left_out = rows_below([SHIPPED, OWN])
+    if left_out:
+        raise ValueError("; ".join(left_out))
+    return every_standing({name: rows[name] for name in (*DIGITS, *own) if name in rows}, suites)
+
+
+def lines(one: Standings) -> Iterator[list[str]]:
+    """A line of each row: accuracy by column and its difference, then learned, kept and forgotten, over all columns."""
+    rows = [p.row for p in one.placed] + list(one.bounds)
+    for row, line in zip(rows, cell_lines(one)[1], strict=True):
+        columns = [c for c in one.columns if row.column(c)]
+        yield [*line, *(_over(row, number, columns) for number in ("learned", "kept", "average_forgetting"))]
+
+
+def _over(row: RankedRow, number: str, columns: list[str]) -> str:
+    if number == "kept":  # as accuracy is learned x kept, of means too
+        value = row.mean("accuracy", columns) / row.mean("learned", columns)
+    else:
+        value = row.mean(number, columns)
+    return NONE if math.isnan(value) else f"{100 * value:.1f}"
+
+
+def tables() -> str:
+    """All tables, in Markdown."""
+    parts = []
+    for one in compared():
+        head = [*cell_lines(one)[0], "learned [%]", "kept [%]", "forgotten [points]"]
+        diverged = any(row.diverged for row in one.rows)
+        parts.append(
+            f"**{one.suite.title}.** {'† a run diverged. ' if diverged else ''}\n\n{markdown(head, list(lines(one)))}"
+        )
+    return "\n".join(parts)
+
+
+def written(text: str) -> str:
+    """The page with the tables of now between the marks."""
+    start, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    return f"{text[:start]}\n{tables()}\n{text[end:]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
