@@ -49,5 +49,5 @@ clean:
 .venv/ready: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install -q uv
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private]'
+	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure]'
 	touch .venv/ready

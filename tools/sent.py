@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedstill import registry
 from fedstill.audit.fitting_runs import own_methods
 from fedstill.audit.what_is_sent import cells
 
@@ -16,11 +17,13 @@ MARKS = ("<!-- sent -->\n", "<!-- end of sent -->\n")
 
 def sent_table() -> str:
     """The table, in Markdown: methods that send the same share a row."""
-    rows = dict[tuple[str, str], list[str]]()
+    rows = dict[tuple[str, str, str], list[str]]()
     for method in own_methods():
-        rows.setdefault(cells(method), []).append(f"`{method}`")
-    lines = [f"| {', '.join(names)} | {beside} | {told} |" for (beside, told), names in rows.items()]
-    return "\n".join(["| method | beside models | of it, made from labels |", "|---|---|---|", *lines, ""])
+        summed = "linear_fold" in registry.lookup("method", method).build().permits
+        rows.setdefault((*cells(method), "yes" if summed else "no"), []).append(f"`{method}`")
+    lines = [f"| {', '.join(names)} | {' | '.join(row)} |" for row, names in rows.items()]
+    head = "| method | beside models | of it, made from labels | models as a secure sum |"
+    return "\n".join([head, "|---|---|---|---|", *lines, ""])
 
 
 def with_table(text: str) -> str:

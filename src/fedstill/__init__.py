@@ -70,7 +70,7 @@ _HOMES = {
 _MODULES = (
     *("aggregate", "data", "engines", "errors", "experiment", "fields", "keys", "labels", "losses", "matching"),
     *("method", "methods", "metrics", "models", "payload", "plan", "queries", "raised", "records"),
-    *("registry", "report", "robust", "stream", "teachers", "topology", "trees", "wire", "work"),
+    *("registry", "report", "robust", "secure", "stream", "teachers", "topology", "trees", "wire", "work"),
 )
 """Parts of the library that the reference is about."""
 

@@ -51,3 +51,13 @@ def test_the_app_runs_by_itself(three: Deployment, tmp_path: Path) -> None:
     three.until(lambda: (out / "summary.json").is_file(), "the app to end")
     assert len([e for e in events(out) if e["event"] == "round"]) == 2
     print("\nthe app by itself: the trial of the app's own pyproject.toml, two rounds")
+
+
+def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(three: Deployment, tmp_path: Path) -> None:
+    """Four messages a stage; what a site knows between two of them is on its disk."""
+    what, began = experiment("fedavg", "parallel", privacy={"secure_sum": True}, measure=()), time.monotonic()
+    done = over(three, what, tmp_path / "run")
+    assert done.returncode == 0, done.stderr + three.log("server")[-3000:] + three.log("client0")[-3000:]
+    same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
+    rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
+    print(f"\nsecure sums: same bits; {time.monotonic() - began:.1f} s; {rounds[-1]['seconds_training']:.1f} s a round")

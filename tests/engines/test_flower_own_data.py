@@ -63,6 +63,8 @@ RUNS: dict[str, Experiment] = {
     ),
     "label counts": experiment("toy_logits", **WITH_PUBLIC),
     "a chain": experiment("fedseq"),
+    "secure sums": experiment("moon", privacy={"secure_sum": True}, measure=(), rounds=2),
+    "secure sums, beside label counts": experiment("fedlc", privacy={"secure_sum": True}, measure=()),
 }
 
 

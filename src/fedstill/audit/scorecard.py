@@ -1,4 +1,4 @@
-"""The rows, in their order; what is measured elsewhere; and the page and the JSON of what came of them."""
+"""The rows, in their order; and the page and the JSON of what came of them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fedstill.audit.doors import strangers
 from fedstill.audit.everyday import examples, lasting, one_file
 from fedstill.audit.hostile_replies import absent, diverging, poisoned, repeated
 from fedstill.audit.malformed_files import malformed
+from fedstill.audit.secret_sums import secret_sums
 from fedstill.audit.stopping_runs import damage, kills
 from fedstill.audit.trials import PromiseRow, Trials, without_log
 from fedstill.audit.what_is_sent import sent_by
@@ -44,16 +45,12 @@ ROWS = (
     PromiseRow("S5", "no stranger gets in", "a start, greeting or request without a key", strangers, 11, 33),
     PromiseRow("S6", "no code crosses the wire", "a request or an app with code of another's", foreign_code, 10, 10),
     PromiseRow("P1", "epsilon is true", "a claim against another way to it", epsilons, 20, 200),
+    PromiseRow("P2", "the server sees only the sum", "a sum with 0 to 60 % gone, or a refusal", secret_sums, 12, 100),
     PromiseRow("P3", "how far members can be told", "a run whose uploads are attacked", members_told, 5, 60),
     PromiseRow("P4", "what is sent beside models", "a method's uploads, with other labels too", sent_by, 10, ALL),
     PromiseRow("Q1", "every example in the code runs", "a module with examples", examples, ALL, ALL),
     PromiseRow("Q2", "a method is one file", "a file: run, stopped, resumed, reported", one_file, 1, 3),
 )
-
-ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    "P2": ("the server sees only the sum", "not built: the server sees each client's reply"),
-}
-"""Promises that are measured by other means: what, and how."""
 
 HEAD = ["", "promise", "a trial", "trials", "passed", "seconds", "again"]
 
@@ -64,8 +61,6 @@ def chosen_rows(names: Sequence[str]) -> list[PromiseRow]:
     """The rows of these ids, all of them where none is named; raises UnknownName."""
     known = {row.id: row for row in ROWS}
     for name in names:
-        if name.upper() in ELSEWHERE:
-            raise UnknownName("row", name, known, todo=f"it is measured by: {ELSEWHERE[name.upper()][1]}")
         if name.upper() not in known:
             raise UnknownName("row", name, known)
     return [known[name.upper()] for name in names] if names else list(ROWS)
@@ -87,7 +82,6 @@ def audited(rows: Sequence[PromiseRow], quick: bool, before: Said) -> dict[str, 
         "torch": torch.__version__,
         "quick": quick,
         "rows": measured,
-        "elsewhere": {name: {"promise": what, "how": how} for name, (what, how) in ELSEWHERE.items()},
     }
 
 
@@ -124,8 +118,6 @@ def write_scorecard(told: Mapping[str, Any], folder: Path) -> Path:
     parts = [section("Measured here", sentence(where), html_table(HEAD, score_lines(told)), name="rows")]
     if said:
         parts.append(section("What the rows say", html_table(["", "trial"], said), name="says"))
-    others = [[name, one["promise"], one["how"]] for name, one in told["elsewhere"].items()]
-    parts.append(section("Measured by other means", html_table(["", "promise", "how"], others), name="elsewhere"))
     page = folder / "audit.html"
     write_whole(page, document("fedstill: the scorecard", "".join(map(str, parts))).encode())
     return page

@@ -65,6 +65,14 @@ class Privacy:
     """Private training (DP-SGD): the largest norm of one example's gradient; unset: training is as ever."""
     gradient_noise: NonNegative | None = None
     """Standard deviation of the noise on each step's sum of gradients, in units of gradient_clip; unset: 1."""
+    secure_sum: bool | None = None
+    """Whether the server learns the sum of the clients' models only; unset: it sees each one's."""
+    secure_range: Positive | None = None
+    """The largest change of an entry in a stage that a sum has room for; unset: 16."""
+    secure_bits: Annotated[int, Interval(ge=8, le=48)] | None = None
+    """To how many bits changes are rounded there; unset: 32."""
+    secure_threshold: Annotated[float, Interval(ge=0.5, lt=1)] | None = None
+    """The share of a stage's clients more than which must stay to the end of a sum; unset: 0.5."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -72,6 +80,9 @@ class Privacy:
             raise ConfigError(f"privacy.noise = {self.noise} needs privacy.clip: noise counts in units of the clipping")
         if self.gradient_noise is not None and not self.trains:
             raise ConfigError("privacy.gradient_noise needs privacy.gradient_clip: noise counts in units of it")
+        of_sums = ("secure_range", "secure_bits", "secure_threshold")
+        if not self.secure_sum and (idle := next((k for k in of_sums if getattr(self, k) is not None), "")):
+            raise ConfigError(f"privacy.{idle} needs privacy.secure_sum = true: it is of secure sums")
         if self.trains and self.on:
             raise ConfigError("privacy.clip is for methods that send logits, gradient_clip for models: set one of them")
         if self.epsilon is not None and not (self.sigma if self.trains else self.noise) > 0:

@@ -50,16 +50,24 @@ class FlowerEngine:
         """The replies of the clients that were sent something; the work itself they look up by name."""
         if SERVER in stage.clients:
             return self.here.run(work, stage, downs, seed)
+        answers = self.ask(stage, downs)
+        self.hold(answers)
+        return [self.reply_of(a, stage) for a in answers]
+
+    def ask(self, stage: Stage, downs: Mapping[int, Payload]) -> list[SiteReply]:
+        """What the clients that are sent something answer."""
         asked = [
             self.request(client=c, stage=stage, memory=self.memory.index.get(c), down=downs[c], facts=self.facts)
             for c in stage.clients
             if c in downs
         ]
-        answers = self.fleet.ask(asked) if asked else []
-        self._held = {a.client: a.memory for a in answers}
-        return [self._reply(a, stage) for a in answers]
+        return self.fleet.ask(asked) if asked else []
 
-    def _reply(self, answer: SiteReply, stage: Stage) -> Reply:
+    def hold(self, answers: Sequence[SiteReply]) -> None:
+        """Note which memories these answers left, until ``commit`` says which of them count."""
+        self._held = {a.client: a.memory for a in answers}
+
+    def reply_of(self, answer: SiteReply, stage: Stage) -> Reply:
         """A site's answer as a reply; one whose report cannot come from this run, or cannot be true, is a failure."""
         a = answer
         try:

@@ -12,11 +12,12 @@ import torch
 from fedstill.data.sources.likely import likely_kind
 from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_precision
-from fedstill.errors import ConfigError, IncompatibleMethod, UnknownKeys, UnknownName
+from fedstill.errors import ConfigError, UnknownKeys, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
+from fedstill.experiment.config.of_privacy import read_privacy, refuse_unprotected
 from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
@@ -31,7 +32,6 @@ from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.ridge import NO_TRAINING, RIDGE
 from fedstill.topology import CountedAnew, Topology
-from fedstill.wire.privacy import Privacy
 
 DEFAULT_CLIENTS = 20
 
@@ -49,7 +49,7 @@ def settle(experiment: Experiment) -> Settings:
 
 def _settled(experiment: Experiment) -> Settings:
     base = experiment.base
-    top = _top(experiment)
+    privacy, top = read_privacy(experiment, _top(experiment))
     data = _data(experiment)
     named_method, method = _method(experiment)
     clients = _number_of_clients(experiment)
@@ -75,7 +75,7 @@ def _settled(experiment: Experiment) -> Settings:
         named=named,
         clients=clients,
         of_clients=replace(own, models=models, failures=failures),
-        privacy=read_record(Privacy, experiment.table("privacy"), "privacy"),
+        privacy=privacy,
         flower=flower,
         query=read_query(experiment.table("query")),
         stream=stream,
@@ -243,8 +243,4 @@ def _refuse_contradictions(settings: Settings) -> None:
         raise ConfigError("start_from names a model on this machine, which sites lack; leave flower.federation out")
     refuse_rounds(settings)
     refuse_with_stream(settings)
-    if settings.privacy.on and "noisy_logits" not in settings.method.permits:
-        raise IncompatibleMethod(
-            f"[privacy] protects logits that clients upload, and method {settings.named.method.label} uploads none; "
-            "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"
-        )
+    refuse_unprotected(settings.privacy, settings.method, settings.named.method.label)

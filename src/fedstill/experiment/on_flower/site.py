@@ -16,8 +16,8 @@ from fedstill.census import census_stage
 from fedstill.data.examples import Dataset
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.engines.masking import Masking
 from fedstill.engines.memory import Memory
-from fedstill.engines.private import rate_and_steps
 from fedstill.errors import ConfigError, FedstillError, Refused, cut_reason, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
@@ -26,6 +26,8 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.own_data import own_data
+from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
+from fedstill.experiment.on_flower.site_sums import SiteSums
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
 from fedstill.experiment.preparing.querying import with_asking
@@ -34,8 +36,8 @@ from fedstill.experiment.preparing.sharing import Shared
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
+from fedstill.topology import CENSUS
 from fedstill.version import VERSION
-from fedstill.wire.moments_accountant import training_epsilon
 from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork
 
@@ -106,18 +108,30 @@ class Clerk:
         desk = Desk(self.site.memory, request.run, request.client)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
-            kept = desk.kept(request)
-            if kept is None and desk.noised_before(request.stage):
-                raise Refused(
-                    f"this site has answered round {request.stage.round}, stage {request.stage.name!r} with noise, and "
-                    "answers no other request for it: two answers would show more than one"
-                )
-            answer = kept or self._work(ready, request, desk)
-            privacy = ready.settings.privacy
-            sent = _private_visit(ready, request)[1] if privacy.trains else rows_of(answer.up) if privacy.on else 0
-            if ready.settings.on_sites and sent and not answer.failure:
-                desk.note_noise(request.stage, sent)
-            return answer
+            if masking := self._summed(ready, request):
+                return SiteSums(masking, request, desk).answer(lambda plain: self._once(ready, plain, desk))
+            return self._once(ready, request, desk)
+
+    def _summed(self, ready: Prepared, request: Request) -> Masking | None:
+        """How the models of a stage are summed; None where its answer leaves the site as it is."""
+        self._named_work(ready, request)  # the stage is the run's, and its clients
+        counts = request.stage.name == CENSUS or request.stage == sums_stage(ready.world)
+        return None if counts else Masking.of(ready.settings.privacy, ready.settings.method)
+
+    def _once(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
+        """The kept answer of a request, or the work done; with noise, one of each stage."""
+        kept = desk.kept(request)
+        if kept is None and desk.noised_before(request.stage):
+            raise Refused(
+                f"this site has answered round {request.stage.round}, stage {request.stage.name!r} with noise, and "
+                "answers no other request for it: two answers would show more than one"
+            )
+        answer = kept or self._work(ready, request, desk)
+        privacy = ready.settings.privacy
+        sent = private_visit(ready, request)[1] if privacy.trains else rows_of(answer.up) if privacy.on else 0
+        if ready.settings.on_sites and sent and not answer.failure:
+            desk.note_noise(request.stage, sent)
+        return answer
 
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
@@ -129,7 +143,7 @@ class Clerk:
         if most and not settings.privacy.allows(desk.noised_rows(most) + most):
             raise Refused(f"{most} more rows of logits would cost this site more than privacy.epsilon allows it")
         if settings.privacy.trains:
-            _demand_budget(ready, request, desk)
+            demand_budget(ready, request, desk)
         memory = Memory.of({client: desk.remembered(request.memory)})
         engine = ready.engine(memory, site=True)
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
@@ -213,24 +227,6 @@ class Clerk:
         shared = Shared(own.train, parts, public, own_tests={site.client: own.test})
         sites = sites_of(settings, world, facts.inputs(settings), shared)
         return Prepared(settings, own.read, world, sites, by=own.by)
-
-
-def _private_visit(ready: Prepared, request: Request) -> tuple[float, int]:
-    """With which probability a noised step takes an example in a stage, and how many steps it has."""
-    plan = ready.settings.plans.get(request.stage.name)
-    if plan is None:
-        return 0.0, 0
-    return rate_and_steps(ready.sites.trains_on(request.client, request.stage.name), plan)
-
-
-def _demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:
-    """Raise Refused where private training costs the site more than its run allows, by its own notes."""
-    privacy, (rate, steps) = ready.settings.privacy, _private_visit(ready, request)
-    plans = ready.settings.plans
-    widest = max([rate, *(rate_and_steps(ready.sites.trains_on(request.client, s), p)[0] for s, p in plans.items())])
-    after = training_epsilon(privacy.sigma, {widest: desk.noised_rows(steps) + steps}, privacy.delta)
-    if privacy.epsilon is not None and steps and (after is None or after > privacy.epsilon):
-        raise Refused(f"{steps} more steps would cost this site more than privacy.epsilon allows it")
 
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:

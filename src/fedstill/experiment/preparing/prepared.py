@@ -37,6 +37,7 @@ from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
 from fedstill.experiment.preparing.sharing import Shared, divided
 from fedstill.experiment.preparing.standardising import PLAIN, Standard
 from fedstill.experiment.preparing.task_split import stream_of, task_data
+from fedstill.experiment.preparing.unmaskable import refuse_unmaskable
 from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
 from fedstill.records import Examples
@@ -124,6 +125,7 @@ def prepare(
     refuse_misfits(settings, world, sites)
     refuse_hostile(settings, world)
     refuse_unprivate(settings, world)
+    refuse_unmaskable(settings, world)
     how = resolved(settings, world, len(shared.train))
     return Prepared(how, dataset, world, sites, shared.notes, shared.names, shared.by)
 

@@ -22,6 +22,7 @@ from fedstill.experiment.preparing.hostile import with_hostile
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import Summed, run_sums
+from fedstill.experiment.preparing.unmaskable import with_masking
 from fedstill.experiment.progress import OnRound, Progress, Quiet
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
@@ -154,7 +155,8 @@ class Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            engine = WithinBudget(with_hostile(self.engine, self.settings), self.measuring.budget)
+            summed = with_masking(with_hostile(self.engine, self.settings), self.settings)
+            engine = WithinBudget(summed, self.measuring.budget)
             state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)

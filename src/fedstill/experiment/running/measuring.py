@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstill.engines.masking import bytes_of
 from fedstill.engines.memory import Memory
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
@@ -28,7 +29,7 @@ from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.metrics import consistency, forgetting
 from fedstill.origin import reason
 from fedstill.raised import as_asked, queries_raised, raises
-from fedstill.records import SERVER, Payload, Reply, Stage, Tensors
+from fedstill.records import SERVER, Payload, Reply, Stage
 from fedstill.wire.reports import event_fields
 from fedstill.wire.screen import Refusal
 
@@ -96,7 +97,7 @@ class Measuring:
                 **where,
                 "client": r.client,
                 "examples": r.examples,
-                "bytes_up": r.up.nbytes,
+                "bytes_up": bytes_of(r.up, bool(self.prepared.settings.privacy.secure_sum)),
                 "bytes_down": downs[r.client].nbytes,
                 **event_fields(r.metrics),
                 **({"query": list(asked.get(r.client, ()))} if raises(stage, world) else {}),
@@ -182,7 +183,7 @@ class Measuring:
         if "same_shapes" in self.prepared.settings.method.requires():
             return {}
         took_part = {e["client"] for e in replies if "steps" in e and e["client"] != SERVER}
-        return {"bytes_as_weights": 2 * sum(_bytes(self.prepared.world.initial(c)) for c in took_part)}
+        return {"bytes_as_weights": 2 * sum(Payload(params=self.prepared.world.initial(c)).nbytes for c in took_part)}
 
     def replay(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Remember what a journal says, as if it had happened here."""
@@ -244,7 +245,3 @@ def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:
     """Bytes between clients and server; what the server computes itself is not sent."""
     return sum(e.get(key, 0) for e in replies if e["client"] != SERVER)
-
-
-def _bytes(params: Tensors) -> int:
-    return sum(v.numel() * v.element_size() for v in params.values())

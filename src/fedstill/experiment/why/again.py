@@ -60,10 +60,12 @@ class TakenUp:
 
 
 def taken_up(folder: Path, before: int, data: Dataset | None = None) -> TakenUp:
-    """A run with its last checkpoint at or before a round. Raises ConfigError where its clients are real sites."""
+    """A run with its last checkpoint at or before a round. Raises ConfigError for real sites or secure sums."""
     settings = settings_of(folder)
     if settings.on_sites:
         raise ConfigError(f"{folder} was trained on real sites, whose rounds cannot be gone through again here")
+    if settings.privacy.secure_sum:
+        raise ConfigError(f"{folder} has secure sums: its server knew no single client's part in a round")
     config = digest((folder / "config.toml").read_bytes())
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").before(before)
     engine = "auto" if settings.engine == "flower" else settings.engine

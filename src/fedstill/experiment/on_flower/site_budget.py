@@ -1,0 +1,28 @@
+"""What a site itself counts of its private training, whatever the server says."""
+
+from __future__ import annotations
+
+from fedstill.engines.flower.desk import Desk
+from fedstill.engines.flower.requests import Request
+from fedstill.engines.private import rate_and_steps
+from fedstill.errors import Refused
+from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.wire.moments_accountant import training_epsilon
+
+
+def private_visit(ready: Prepared, request: Request) -> tuple[float, int]:
+    """With which probability a noised step takes an example in a stage, and how many steps it has."""
+    plan = ready.settings.plans.get(request.stage.name)
+    if plan is None:
+        return 0.0, 0
+    return rate_and_steps(ready.sites.trains_on(request.client, request.stage.name), plan)
+
+
+def demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:
+    """Raise Refused where private training costs the site more than its run allows, by its own notes."""
+    privacy, (rate, steps) = ready.settings.privacy, private_visit(ready, request)
+    plans = ready.settings.plans
+    widest = max([rate, *(rate_and_steps(ready.sites.trains_on(request.client, s), p)[0] for s, p in plans.items())])
+    after = training_epsilon(privacy.sigma, {widest: desk.noised_rows(steps) + steps}, privacy.delta)
+    if privacy.epsilon is not None and steps and (after is None or after > privacy.epsilon):
+        raise Refused(f"{steps} more steps would cost this site more than privacy.epsilon allows it")

@@ -1,0 +1,1 @@
+"""Secure sums: the server learns the sum of what clients send, and nothing of a single one."""

@@ -1,0 +1,113 @@
+"""Changes of models as whole numbers modulo 2^64, whose sums are exact; and the weighted mean out of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstill.errors import BadPayload
+from fedstill.payload import Tensors
+from fedstill.secure.primitives import Masks
+
+RANGE = 16.0
+"""The largest change of an entry where nothing else is said."""
+BITS = 32
+"""How many bits a change is rounded to where nothing else is said."""
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """How a change becomes a whole number. ``most``: the largest change of an entry; ``bits``: of its rounded value;
+    ``clients``: how many at most are summed. A real entry of a mean is off by at most ``error``; one of integers,
+    whose changes are summed as they are, is rounded.
+    """
+
+    most: float
+    bits: int
+    clients: int
+
+    @property
+    def levels(self) -> int:
+        """The whole number that stands for the largest change."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def error(self) -> float:
+        """The most by which rounding moves a weighted mean."""
+        return self.most / self.levels / 2
+
+    @property
+    def heaviest(self) -> int:
+        """The largest weight of a client with which no sum can leave 63 bits and a sign."""
+        return (2**63 - 1) // (self.levels * self.clients)
+
+    def encoded(self, change: Tensors, weight: int) -> Masks:
+        """``weight`` times each entry, in the order of names, and the weight itself last: (entries + 1,) modulo 2^64.
+
+        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight.
+        """
+        if not 0 <= weight <= self.heaviest:
+            raise BadPayload(
+                f"weighs {weight} examples, over the {self.heaviest} that privacy.secure_bits = {self.bits} leaves "
+                "room for; set fewer bits, or method.aggregation = 'uniform'"
+            )
+        parts = [self._whole(name, change[name]) * np.int64(weight) for name in sorted(change)]
+        return np.concatenate([*parts, np.array([weight], dtype=np.int64)]).view(np.uint64)
+
+    def decoded(self, total: Masks, like: Tensors) -> tuple[dict[str, Tensor], int]:
+        """The weighted mean of the changes in a sum, float64 of the shapes of ``like``, and the sum of the weights.
+
+        Without any weight the mean is 0. Raises BadPayload for numbers that no sum of changes can have.
+        """
+        signed = total.view(np.int64)
+        weight = int(signed[-1])
+        if not 0 <= weight <= self.heaviest * self.clients:
+            raise BadPayload(f"the weights of a secure sum came to {weight}: a mask is left in it")
+        flat, at, mean = torch.from_numpy(signed[:-1].copy()), 0, dict[str, Tensor]()
+        for name in sorted(like):
+            entry = like[name]
+            part = flat[at : at + entry.numel()].double().reshape(entry.shape)
+            if bool((part.abs() > float(self.levels) * weight).any()):
+                raise BadPayload(f"{name} of a secure sum is out of range: a mask is left in it")
+            mean[name] = part * (self._step(entry) / max(weight, 1))
+            at += entry.numel()
+        return mean, weight
+
+    def _step(self, entry: Tensor) -> float:
+        return self.most / self.levels if entry.is_floating_point() else 1.0
+
+    def _whole(self, name: str, entry: Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+        wide = entry.detach().cpu().double()
+        if not bool(wide.isfinite().all()):
+            raise BadPayload(f"the change of {name} holds numbers that are not finite")
+        whole = (wide / self._step(entry)).round().flatten()
+        if wide.numel() and float(whole.abs().max()) > self.levels:
+            raise BadPayload(
+                f"the change of {name} reaches {float(wide.abs().max()):.3g}, over privacy.secure_range = "
+                f"{self.most:g}; raise it, or lower plan.lr"
+            )
+        return np.asarray(whole.to(torch.int64).numpy(), dtype=np.int64)
+
+
+def change_of(params: Tensors, start: Tensors) -> dict[str, Tensor]:
+    """What training changed, entry by entry, real ones in float64; raises BadPayload where names or shapes differ."""
+    if params.keys() != start.keys() or any(params[k].shape != start[k].shape for k in start):
+        raise BadPayload("a secure sum is of models that have the entries they were sent")
+    return {k: _wide(params[k]) - _wide(start[k]) for k in start}
+
+
+def moved_by(start: Tensors, mean: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``start`` moved by a mean change, in the types of ``start``; integers are rounded."""
+    out = {}
+    for name, entry in start.items():
+        wide = entry.detach().cpu().double() + mean[name]
+        out[name] = (wide if entry.is_floating_point() else wide.round()).to(entry)
+    return out
+
+
+def _wide(entry: Tensor) -> Tensor:
+    return entry.detach().cpu().to(torch.float64 if entry.is_floating_point() else torch.int64)

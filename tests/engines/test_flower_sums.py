@@ -1,0 +1,254 @@
+"""Secure sums over Flower: what leaves a site, clients that drop out at any step, and what a site refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("cryptography")
+pytest.importorskip("Crypto")
+
+import fedstill
+import toys
+from fedstill.engines.flower.loopback import parsed
+from fedstill.engines.flower.messages import header_and_payload
+from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.engines.flower.sum_steps import STEPS, as_bytes, byte_tensors, question
+from fedstill.engines.masking import Masking
+from fedstill.errors import ConfigError, TooFewReplies
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
+from fedstill.files import digest
+from fedstill.records import Payload, Stage
+from fedstill.secure.protocol import unmasked
+from flowers import TroubledGrid, needs_flower, over_flower
+
+pytestmark = needs_flower
+
+ON = {"secure_sum": True}
+SECRET = toys.toy("moon", privacy=ON, measure=(), rounds=2, topology={"clients": 5}, plan={"epochs": 1, "batch": 20})
+
+
+def step_of(data: bytes) -> str:
+    return str(payload_of(data).get("sum.step"))
+
+
+def payload_of(data: bytes) -> Payload:
+    return header_and_payload(parsed(data).content, 1 << 30)[1]
+
+
+def model(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run in one process."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(replace(SECRET, engine="serial"), folder, data=toys.blobs())
+    return folder
+
+
+Trouble = Callable[[TroubledGrid, int, int, int, bytes], bytes | None]
+
+
+def carried(folder: Path, trouble: Trouble, experiment=SECRET, **flower: Any) -> TroubledGrid:
+    asked = over_flower(experiment, retries=0, **flower)
+    grid = TroubledGrid(asked, folder.parent / "sites", trouble)
+    run(asked, folder, data=toys.blobs(), grid=grid)
+    return grid
+
+
+def test_it_is_the_run_of_one_process_and_no_message_of_a_site_tells_its_model(whole: Path, tmp_path: Path) -> None:
+    groups, vectors, headers = dict[str, set[str]](), list[torch.Tensor](), list[dict[str, Any]]()
+
+    def noted(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        assert answer is not None
+        header, up = header_and_payload(parsed(answer).content, 1 << 30)
+        groups.setdefault(step_of(data), set()).update(up)
+        headers.append(json.loads(header))
+        vectors.extend([up.tensor("sum.vector")] if "sum.vector" in up else [])
+        return answer
+
+    carried(tmp_path / "run", noted)
+    assert model(tmp_path / "run") == model(whole)
+    assert groups == {step: {f"sum.{step}"} for step in STEPS}
+    assert {header["examples"] for header in headers} == {0}
+    assert {key for header in headers for key in header["metrics"]} <= {"seconds", "seconds_training"}
+    assert len(vectors) == 10
+    top = np.concatenate([v.numpy().view(np.uint64) for v in vectors]) >> np.uint64(60)
+    assert len(set(top.tolist())) == 16, "changes of a model would fill the lowest and highest places alone"
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_clients_that_drop_out_at_any_step_are_left_out_or_counted(step: str, tmp_path: Path) -> None:
+    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return None if client in (1, 4) and step_of(data) == step else grid.work(client, data)
+
+    carried(tmp_path / "run", lost)
+    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    away = {e["client"]: e["refused"] for e in events if "refused" in e}
+    summed = {e["summed"] for e in events if "refused" not in e}
+    sizes = prepare(settle(replace(SECRET, engine="serial")), toys.blobs()).sites
+    if step == "revealed":  # their models were in the sum already
+        assert not away
+        assert summed == {sum(sizes.trains_on(c, "train") for c in range(5))}
+    else:
+        assert set(away) == {1, 4}
+        assert all("did not reply within the deadline" in why for why in away.values())
+        assert summed == {sum(sizes.trains_on(c, "train") for c in (0, 2, 3))}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_they_are_back(
+    step: str, whole: Path, tmp_path: Path
+) -> None:
+    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return None if round == 2 and client < 3 and step_of(data) == step else grid.work(client, data)
+
+    asked = over_flower(SECRET, retries=0)
+    grid = TroubledGrid(asked, tmp_path / "sites", lost)
+    with pytest.raises(TooFewReplies, match=r"no secure sum: round 2, stage 'train': 2 of 5 clients .* needs 3"):
+        run(asked, tmp_path / "run", data=toys.blobs(), grid=grid)
+    grid.trouble = None
+    resume(tmp_path / "run", data=toys.blobs(), grid=grid)
+    assert model(tmp_path / "run") == model(whole)
+
+
+def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: Path) -> None:
+    from fedstill.engines.flower.loopback import serialised
+    from fedstill.engines.flower.messages import content
+
+    def odd(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        if client != 2 or step_of(data) != "vector":
+            return grid.work(client, data)
+        from flwr.app import Message
+
+        short = SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)}))
+        return serialised(Message(content(short), reply_to=parsed(data)))
+
+    carried(tmp_path / "run", odd)
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    said = [e["refused"] for e in events if e["event"] == "client" and "refused" in e]
+    assert len(said) == 2
+    assert all("something else than a masked vector of 182 numbers" in why for why in said)
+
+
+STAGE = Stage(1, 0, "train", (0, 1, 2))
+
+
+class Asked:
+    """Three sites, and a server that may ask them anything."""
+
+    def __init__(self, folder: Path) -> None:
+        asked = toys.toy(privacy=ON, measure=(), topology={"clients": 3}, data={"name": "blobs"})
+        self.settings = settle(replace(asked, engine="flower"))
+        self.world = prepare(self.settings, toys.blobs()).world
+        self.clerks = {c: Clerk(Site(c, folder / str(c)), toys.blobs()) for c in STAGE.clients}
+        self.model = Payload(params=self.world.initial(0))
+
+    def ask(self, client: int, down: Payload, stage: Stage = STAGE) -> SiteReply:
+        config = self.settings.toml
+        sent = Request(fedstill.__version__, config, digest(config.encode()), "run1", client, stage, down=down)
+        return self.clerks[client](sent)
+
+    def up(self, client: int, down: Payload) -> Payload:
+        answer = self.ask(client, down)
+        assert answer.failure == ""
+        return answer.up
+
+    def until_masked(self, word: str = "abc") -> tuple[dict[int, bytes], dict[int, dict[int, bytes]], dict[int, Any]]:
+        keys = {c: bytes(self.up(c, question("keys", word)).tensor("sum.keys").tolist()) for c in self.clerks}
+        told = byte_tensors(keys)
+        shares = {
+            c: as_bytes(self.up(c, question("shares", word, keys=told)).tensors("sum.shares")) for c in self.clerks
+        }
+        masked = {c: self.up(c, self.vector(c, shares, word)).tensor("sum.vector") for c in self.clerks}
+        return keys, shares, masked
+
+    def vector(self, client: int, shares: dict[int, dict[int, bytes]], word: str = "abc") -> Payload:
+        sealed = byte_tensors({c: shares[c][client] for c in shares})
+        return Payload({**self.model, **question("vector", word, sealed=sealed)})
+
+    def reveal(self, client: int, left: tuple[int, ...] = STAGE.clients, word: str = "abc") -> SiteReply:
+        return self.ask(client, question("revealed", word, left=torch.tensor(left)))
+
+
+def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
+    server = Asked(tmp_path)
+    for down in (server.model, Payload({**server.model, **question("model", "abc")}), question("keys", "../x")):
+        answer = server.ask(0, down)
+        assert "summed in secret, so this site answers no request that is no step" in answer.failure
+        assert not answer.up
+
+
+def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
+    server = Asked(tmp_path)
+    keys, shares, masked = server.until_masked()
+    other = Payload({**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}})
+    assert "one mask hides one model only" in server.ask(0, other).failure
+    assert torch.equal(server.up(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]), "asked again, the same"
+    revealed = {c: as_bytes(server.reveal(c).up.tensors("sum.revealed")) for c in STAGE.clients}
+    assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
+    assert as_bytes(server.reveal(0).up.tensors("sum.revealed")) == revealed[0]
+    made = Masking.of(server.settings.privacy, server.settings.method)
+    assert made is not None
+    of, numbers = made.begun(STAGE, STAGE.clients, "abc"), {c: v.numpy().view(np.uint64) for c, v in masked.items()}
+    _, mean = made.mean(of, unmasked(of, keys, shares, numbers, revealed), server.model.params)
+    assert any(not torch.equal(v, server.model.params[k]) for k, v in mean.params.items())
+
+
+def test_a_sum_that_is_begun_anew_has_new_secrets_and_the_same_clients_left(tmp_path: Path) -> None:
+    server = Asked(tmp_path)
+    first, _, masked = server.until_masked("abc")
+    second, shares, other = server.until_masked("def")
+    assert not set(first.values()) & set(second.values())
+    assert not any(torch.equal(masked[c], other[c]) for c in masked)
+    assert "not the one that this site takes part in" in server.reveal(0, word="abc").failure
+    assert server.reveal(0, word="def").failure == ""
+    server.until_masked("ghi")
+    assert "two sums would show a single model" in server.reveal(0, (0, 1), "ghi").failure
+    assert server.reveal(0, word="ghi").failure == ""
+    assert shares.keys() == {0, 1, 2}
+
+
+def test_a_step_with_too_few_clients_or_without_the_first_is_refused(tmp_path: Path) -> None:
+    server = Asked(tmp_path)
+    assert "not the one that this site takes part in" in server.reveal(0).failure
+    keys, _, _ = server.until_masked()
+    assert "1 of 3 clients sent masked vectors" in server.reveal(0, (0,)).failure
+    few = question("shares", "new", keys=byte_tensors({0: keys[0]}))
+    server.up(0, question("keys", "new"))
+    assert "1 of 3 clients sent keys" in server.ask(0, few).failure
+    alone = server.ask(0, question("keys", "abc"), replace(STAGE, clients=(0,)))
+    assert "is not in the schedule of round 1" in alone.failure
+
+
+def test_attacks_of_a_simulation_and_private_training_at_sites_are_refused() -> None:
+    asked = over_flower(SECRET)
+    attacked = replace(asked, clients={"attack": "scaled", "attackers": 0.2})
+    with pytest.raises(ConfigError, match=r"mask their replies before clients\.attack could change them"):
+        prepare(settle(attacked), toys.blobs())
+    pytest.importorskip("opacus")
+    private = replace(asked, privacy={**ON, "gradient_clip": 1.0}).with_values({"data.name": "blobs"}, "test")
+    at_sites = {"data": "sites", "federation": "/federation"}
+    with pytest.raises(ConfigError, match="the server could not count each client's epsilon"):
+        prepare(settle(replace(private, method="fedavg", flower=at_sites)), toys.blobs())
+
+
+def test_label_counts_of_a_later_task_go_up_as_they_are(tmp_path: Path) -> None:
+    asked = replace(SECRET, method="fedlc", stream={"kind": "classes", "tasks": 2}, topology={"clients": 4})
+    run(replace(asked, engine="serial"), tmp_path / "serial", data=toys.blobs())
+    carried(tmp_path / "run", lambda grid, client, round, before, data: grid.work(client, data), asked)
+    assert model(tmp_path / "run") == model(tmp_path / "serial")

@@ -1,0 +1,341 @@
+"""Secure sums in a run: the plain run's numbers, nothing of a single client, what is refused, and clients that fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import plain
+import pytest
+import torch
+
+pytest.importorskip("cryptography")
+pytest.importorskip("Crypto")
+
+import toys
+from fedstill import registry, trees
+from fedstill.engines import masking
+from fedstill.engines.masking import MaskedEngine, Masking
+from fedstill.errors import ClientFailed, ConfigError, FedstillError, IncompatibleMethod, TooFewReplies
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.preparing.unmaskable import with_masking
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.why.again import taken_up
+from fedstill.method import Method
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Payload, Reply, State
+from fedstill.rounds import run_round
+from fedstill.watch import Unwatched
+from fedstill.wire.screen import Rules
+from run_bits import assert_same_bits, bits, stopped
+
+ON = {"secure_sum": True}
+NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]
+
+
+def built(name: str) -> Method:
+    return registry.lookup("method", name).build()
+
+
+LINEAR = [n for n in NAMES if "linear_fold" in built(n).permits]
+
+
+def secret(method: object = "fedavg", *, privacy: dict[str, object] = ON, **changes: object):
+    return toys.toy(method, privacy=privacy, **{"measure": (), "rounds": 2, **changes})
+
+
+def of_method(name: str, **changes: object):
+    values = {**toys.suited(name), **changes}
+    values["rounds"] = min(2, values["rounds"])
+    asked = secret(name, **values)
+    return asked.with_values({"model": plain.toy_slim.__name__}, "test") if "slim" in built(name).requires() else asked
+
+
+def test_there_are_methods_of_both_kinds() -> None:
+    assert {"fedavg", "fedprox", "fedntd", "moon", "fedavgm", "fedsam", "fedgkd", "fedavg_once"} <= set(LINEAR)
+    assert not {"fedadkd", "scaffold", "fednova", "feddf", "fedproto", "hiper_fedkd", "fedgen"} & set(LINEAR)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_run_with_secure_sums_is_the_plain_run_within_rounding(name: str, tmp_path: Path) -> None:
+    asked = of_method(name)
+    run(asked, tmp_path / "secret", toys.blobs())
+    run(replace(asked, privacy={}), tmp_path / "plain", toys.blobs())
+    one, other = (read_journal(tmp_path / f / "journal.jsonl") for f in ("secret", "plain"))
+    ends = [[e["accuracy"] for e in events if e["event"] == "round"] for events in (one, other)]
+    assert ends[0] == pytest.approx(ends[1], abs=0.021)  # of 100 test images, a tie may fall to either side
+    near(tmp_path)
+
+
+def near(folder: Path, most: float = 1e-3) -> None:
+    from safetensors.torch import load_file
+
+    one, other = (load_file(folder / f / "model.safetensors") for f in ("secret", "plain"))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert float((one[name].double() - other[name].double()).abs().max()) < most, name
+
+
+def began(asked, engine: str = "serial"):
+    ready = prepare(settle(replace(asked, engine=engine)), toys.blobs())
+    method, world = ready.settings.method, ready.world
+    return ready, method, method.setup(world), ready.settings.topology(1, world), world
+
+
+@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
+def test_one_round_s_mean_is_within_the_stated_error_on_every_engine(engine: str, weighting: str) -> None:
+    privacy = {**ON, "secure_bits": 16, "secure_range": 2.0}
+    ready, method, state, stages, world = began(
+        secret({"name": "fedavg", "aggregation": weighting}, privacy=privacy), engine
+    )
+    inner = ready.engine()
+    plain_state = run_round(method, state, stages, world, inner, Unwatched(), Rules())
+    summed = with_masking(inner, ready.settings)
+    assert isinstance(summed, MaskedEngine)
+    hidden = run_round(method, state, stages, world, summed, Unwatched(), Rules())
+    error = 2.0 / (2**15 - 1) / 2
+    for name, entry in plain_state.params.items():
+        off = float((entry - hidden.params[name]).abs().max())
+        assert off <= error + 1e-6, name
+    assert any(not torch.equal(v, hidden.params[k]) for k, v in plain_state.params.items()), "it was rounded"
+
+
+def test_a_model_with_counters_and_running_statistics_is_summed_too() -> None:
+    ready, method, state, stages, world = began(secret(model="toy_batchnorm", plan={"epochs": 1, "batch": 10}))
+    inner = ready.engine()
+    replies = inner.run(
+        method.work(stages[0]), stages[0], {c: Payload(params=state.params) for c in stages[0].clients}, 7
+    )
+    hidden = run_round(method, state, stages, world, with_masking(inner, ready.settings), Unwatched(), Rules())
+    counts = [int(r.up.params["body.1.num_batches_tracked"]) for r in replies]
+    weights = [r.examples for r in replies]
+    mean = sum(n * w for n, w in zip(counts, weights, strict=True)) / sum(weights)
+    assert len(set(counts)) > 1
+    assert int(hidden.params["body.1.num_batches_tracked"]) == round(mean)
+    plain_state = run_round(method, state, stages, world, inner, Unwatched(), Rules())
+    torch.testing.assert_close(
+        hidden.params["body.1.running_var"], plain_state.params["body.1.running_var"], atol=1e-5, rtol=1e-5
+    )
+
+
+def test_the_server_is_told_nothing_of_a_single_client() -> None:
+    ready, method, state, stages, world = began(secret())
+    summed = with_masking(ready.engine(), ready.settings)
+    (stage,) = stages
+    downs = {c: Payload(params=state.params) for c in stage.clients}
+    first, *others = summed.run(method.work(stage), stage, downs, world.seed)
+    assert first.metrics["report"]["summed"] == sum(ready.sites.trains_on(c, "train") for c in stage.clients)
+    for reply in (first, *others):
+        assert reply.examples == 0
+        assert trees.same_bits(reply.up.params, first.up.params)
+        assert set(reply.metrics) == {"seconds", "seconds_training", "report"}
+
+
+@dataclass
+class Drops:
+    """An engine some of whose clients fail, or send what has no room."""
+
+    engine: object
+    fails: frozenset[int]
+    wild: frozenset[int] = frozenset()
+
+    def run(self, *asked) -> list[Reply]:
+        return [self.spoilt(reply) for reply in self.engine.run(*asked)]
+
+    def commit(self, *asked) -> None:
+        self.engine.commit(*asked)
+
+    def spoilt(self, reply: Reply) -> Reply:
+        if reply.client in self.fails:
+            return replace(reply, up=Payload(), failure="it is gone")
+        if reply.client in self.wild:
+            return replace(reply, up=Payload(params={k: v * float("nan") for k, v in reply.up.params.items()}))
+        return reply
+
+
+TEN = {"topology": {"clients": 10}, "clients": toys.TOLERANT}
+
+
+@pytest.mark.parametrize("dropped", range(5))
+def test_with_0_to_40_percent_gone_the_mean_is_that_of_the_others(dropped: int) -> None:
+    ready, method, state, stages, world = began(secret(**TEN))
+    wild = frozenset({9}) if dropped > 2 else frozenset()
+    engine = Drops(ready.engine(), frozenset(range(dropped - len(wild))), wild)
+    rules = Rules(failures="tolerate")
+    want = run_round(method, state, stages, world, engine, Unwatched(), rules)
+    got = run_round(method, state, stages, world, with_masking(engine, ready.settings), Unwatched(), rules)
+    for name in want.params:
+        torch.testing.assert_close(got.params[name], want.params[name], atol=1e-6, rtol=0)
+
+
+class Noted(Unwatched):
+    refused: tuple = ()
+
+    def failed(self, stage, replies, refused, downs) -> None:
+        self.refused = tuple(refused)
+
+
+def test_below_the_threshold_the_round_ends_by_name_and_the_state_stays() -> None:
+    ready, method, state, stages, world = began(secret(**TEN))
+    before, watch = trees.clone(state.params), Noted()
+    summed = with_masking(Drops(ready.engine(), frozenset(range(5))), ready.settings)
+    said = "no secure sum: .* 5 of 10 clients sent masked vectors, and the secure sum needs 6 .*; client 0: it is gone"
+    with pytest.raises(TooFewReplies, match=said):
+        run_round(method, state, stages, world, summed, watch, Rules(quorum=0.1, failures="tolerate"))
+    assert trees.same_bits(before, state.params)
+    assert len(watch.refused) == 10
+    assert all(not refusal.up for refusal in watch.refused), "nothing of a single client is left"
+
+
+def test_the_journal_counts_the_bytes_of_masked_models_and_no_examples(tmp_path: Path) -> None:
+    run(secret(), tmp_path / "run", toys.blobs())
+    events = [e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client"]
+    entries = 16 * 8 + 8 + 8 * toys.CLASSES + toys.CLASSES
+    assert {e["bytes_up"] for e in events} == {8 * (entries + 1)}
+    assert {e["bytes_down"] for e in events} == {4 * entries}
+    assert {e["examples"] for e in events} == {0}
+    assert not {"loss", "steps", "epochs"} & set().union(*events)
+
+
+def test_rounds_are_not_gone_through_again(tmp_path: Path) -> None:
+    run(secret(), tmp_path / "run", toys.blobs())
+    with pytest.raises(ConfigError, match="has secure sums: its server knew no single client's part"):
+        taken_up(tmp_path / "run", 1, toys.blobs())
+
+
+def test_a_threshold_of_one_s_own() -> None:
+    settings = settle(secret(privacy={**ON, "secure_threshold": 0.8}))
+    made = Masking.of(settings.privacy, settings.method)
+    assert made is not None
+    stage = settings.topology(1, prepare(settings, toys.blobs()).world)[0]
+    assert made.begun(stage, range(10)).threshold == 9
+    assert Masking(1.0, 32, 0.5, True).begun(stage, range(10)).threshold == 6
+    assert Masking(1.0, 32, 0.5, True).begun(stage, range(3)).threshold == 2
+    assert Masking(1.0, 32, 0.99, True).begun(stage, range(3)).threshold == 3
+
+
+def test_a_change_out_of_range_is_refused_at_the_client_by_name(tmp_path: Path) -> None:
+    privacy = {**ON, "secure_range": 1e-4}
+    with pytest.raises(ClientFailed, match=r"the change of body.* over privacy\.secure_range = 0\.0001; raise it"):
+        run(secret(privacy=privacy), tmp_path / "run", toys.blobs())
+
+
+def test_clients_that_were_sent_different_models_are_not_summed() -> None:
+    ready, method, state, stages, world = began(secret())
+    (stage,) = stages
+    downs = {c: Payload(params=trees.scale(state.params, 1.0 + c)) for c in stage.clients}
+    came = with_masking(ready.engine(), ready.settings).run(method.work(stage), stage, downs, world.seed)
+    assert all("were sent different ones" in reply.failure for reply in came)
+
+
+def test_a_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    asked = secret("moon", rounds=3)
+    run(asked, tmp_path / "whole", toys.blobs())
+    folder = stopped(asked, tmp_path / "stopped")
+    resume(folder, toys.blobs())
+    assert_same_bits(bits(folder), bits(tmp_path / "whole"))
+
+
+def test_what_is_measured_unless_something_is_said_is_left_out_and_said_in_the_config() -> None:
+    asked = toys.toy(privacy=ON)
+    assert settle(asked).measure == ()
+    assert settle(replace(asked, privacy={})).measure == ("local",)
+    with pytest.raises(ConfigError, match="measure 'local' looks at single clients' models; leave it out"):
+        prepare(settle(asked.with_values({"measure": ["local"]}, "test")), toys.blobs())
+
+
+REFUSED = {
+    "a robust mean": (
+        secret({"name": "fedavg", "aggregation": "median"}),
+        "aggregation = 'median': a robust mean compares single models",
+    ),
+    "a chain": (secret(topology="sequential"), "stage 'train' has 1 client.* side by side"),
+    "two clients": (secret(topology={"clients": 2}), "stage 'train' has 2 client.* side by side"),
+    "two means": (
+        secret({"name": "feddyn", "aggregation": "examples"}),
+        "makes something else of models than of their",
+    ),
+    "a measure": (secret(measure=("alignment",)), "measure 'alignment' looks at single clients' models"),
+    "contributions": (secret(measure=("contributions",)), "measure 'contributions' looks at single clients' models"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_needs_single_models_is_refused_at_the_start_in_a_line(what: str) -> None:
+    asked, said = REFUSED[what]
+    with pytest.raises((ConfigError, IncompatibleMethod), match=said) as caught:
+        prepare(settle(asked), toys.blobs())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in LINEAR])
+def test_every_other_method_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(FedstillError, match=f"privacy.secure_sum with method {name}: its server does more"):
+        prepare(settle(of_method(name)), toys.blobs())
+
+
+@registry.method("toy_squares")
+@dataclass(frozen=True)
+class Squares(FedAvg):
+    """It says that its fold is linear, and it is not."""
+
+    def fold(self, state: State, replies, stage, world) -> State:
+        mean = self.averaged(replies, state.params)
+        spread = sum(float(trees.norm(trees.sub(r.up.params, mean))) for r in replies)
+        return state.next(params=mean, spread=spread)
+
+
+def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
+    with pytest.raises(IncompatibleMethod, match="makes something else of models than of their mean"):
+        prepare(settle(secret("toy_squares")), toys.blobs())
+
+
+def test_settings_of_sums_that_are_not_made_are_refused() -> None:
+    for key, value in (("secure_bits", 16), ("secure_range", 1.0), ("secure_threshold", 0.6)):
+        with pytest.raises(ConfigError, match=rf"privacy\.{key} needs privacy.secure_sum = true"):
+            settle(toys.toy(privacy={key: value}))
+    with pytest.raises(ConfigError, match=r"secure_threshold = 0\.3"):
+        settle(secret(privacy={**ON, "secure_threshold": 0.3}))
+
+
+def test_private_training_and_secure_sums_go_together(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    asked = secret(privacy={**ON, "gradient_clip": 0.5, "epsilon": 1e6})
+    run(asked, tmp_path / "secret", toys.blobs())
+    run(replace(asked, privacy={"gradient_clip": 0.5, "epsilon": 1e6}), tmp_path / "plain", toys.blobs())
+    near(tmp_path)
+    told = [
+        [e["privacy"] for e in read_journal(tmp_path / f / "journal.jsonl") if e["event"] == "round"]
+        for f in ("secret", "plain")
+    ]
+    assert told[0] == told[1]
+
+
+def test_masks_are_drawn_anew_for_every_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = list[bytes]()
+
+    class Watched(masking.Summand):
+        def __init__(self, *told) -> None:
+            super().__init__(*told)
+            seen.append(self.secrets)
+
+    monkeypatch.setattr(masking, "Summand", Watched)
+    ready, method, state, stages, world = began(secret())
+    for _ in range(2):
+        run_round(method, state, stages, world, with_masking(ready.engine(), ready.settings), Unwatched(), Rules())
+    assert len(set(seen)) == len(seen) == 2 * len(stages[0].clients)
+
+
+TASKS = {"kind": "classes", "tasks": 2}
+
+
+@pytest.mark.parametrize("name", ["fedntd", "fedlc"])
+def test_sums_over_tasks_are_the_plain_run_s(name: str, tmp_path: Path) -> None:
+    """One that takes label counts anew where tasks change, and one that does not."""
+    asked = secret(name, stream=TASKS, rounds=4, topology={"clients": 4})
+    run(asked, tmp_path / "secret", toys.blobs())
+    run(replace(asked, privacy={}), tmp_path / "plain", toys.blobs())
+    near(tmp_path)
