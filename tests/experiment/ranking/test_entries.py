@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import os
 import tomllib
 from collections.abc import Callable
@@ -69,6 +70,15 @@ def test_a_changed_key_is_refused(entry: Entered) -> None:
     rewritten(entry, f"{RUN}/config.toml", "epochs = 1", "epochs = 2")
     (wrong,) = refusals(entry.folder)
     assert wrong == f"settings are the suite's: {RUN}/config.toml has plan.train.epochs = 2, and the suite 1"
+
+
+def test_a_field_that_came_after_an_entry_was_made_has_its_default_there(entry: Entered) -> None:
+    text = (entry.folder / RUN / "config.toml").read_text()
+    field = re.search(r"^\[method\]\nname = .*\n(.+ = .+\n)", text, re.MULTILINE)
+    assert field is not None
+    for path in entry.folder.rglob("config.toml"):
+        rewritten(entry, path.relative_to(entry.folder).as_posix(), field[1], "")
+    assert refusals(entry.folder) == []
 
 
 def test_another_learning_rate_than_the_chosen_one_is_refused(entry: Entered) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from fedstill.data.examples import Dataset
 from fedstill.errors import ConfigError, CorruptFile, FedstillError
 from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.named_tables import fields_of
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
@@ -135,10 +136,18 @@ def _other_settings(entry: Entered, suite: Suite) -> str:
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
         tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
         has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, tomllib.loads(run.settings.toml)))
+        has = {**_came_later(entry, has.keys()), **has}
         if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
             first = other[0]
             return f"{place}/config.toml has {first} = {has.get(first)!r}, and the suite {wants.get(first)!r}"
     return ""
+
+
+def _came_later(entry: Entered, told: Collection[str]) -> dict[str, Any]:
+    """Fields of the method that came after an entry was made, so that its config lacks them: their defaults."""
+    fields = {} if entry.file else fields_of("method", entry.method, None)[1]
+    given = {f"method.{name}": default for name, (_, default) in fields.items() if default is not ...}
+    return {key: json.loads(json.dumps(value)) for key, value in given.items() if key not in told and value is not None}
 
 
 def _cells(entry: Entered, suite: Suite) -> tuple[list[tuple[str, str]], tuple[int, ...]]:
