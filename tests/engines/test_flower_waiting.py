@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedstill.engines.flower.waiting import SOONEST, Pace
+from fedstill.engines.flower.waiting import SOONEST, Pace, fetch_soon
 from flowers import needs_flower
 
 
@@ -38,6 +38,7 @@ def test_flowers_client_sleeps_by_the_pace_and_nothing_else_of_its_clock_differs
 
     slept = list[float]()
     monkeypatch.setattr(start_client_internal, "time", time)
+    monkeypatch.setattr(supernode, "fetch_soon", lambda: True)
     monkeypatch.setattr(supernode.time, "sleep", slept.append)
     assert supernode.awake().__name__ == "flower_supernode"
     clock = start_client_internal.time
@@ -73,3 +74,22 @@ def test_what_tasks_need_is_imported_without_a_thread() -> None:
     code = "import fedstill.experiment.warm, threading; print(threading.active_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
+
+
+@needs_flower
+def test_parts_of_a_message_are_asked_for_again_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    import inspect
+
+    from flwr.supercore.inflatable import inflatable_utils
+
+    pulls = [inflatable_utils.pull_objects, inflatable_utils.pull_and_inflate_object_from_tree]
+    before = [dict(inspect.signature(f).parameters) for f in pulls]
+    for f in pulls:
+        monkeypatch.setattr(f, "__kwdefaults__", f.__kwdefaults__)
+    assert fetch_soon()
+    for f, were in zip(pulls, before, strict=True):
+        now = inspect.signature(f).parameters
+        assert now["initial_backoff"].default == SOONEST
+        assert {k: p.default for k, p in now.items() if k != "initial_backoff"} == {
+            k: p.default for k, p in were.items() if k != "initial_backoff"
+        }

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from fedstill.engines.flower.messages import require_flower
-from fedstill.engines.flower.waiting import Pace
+from fedstill.engines.flower.waiting import Pace, fetch_soon
 from fedstill.errors import ConfigError, FedstillError
 
 IDLE = 3.0
@@ -44,7 +44,7 @@ def awake() -> Any:
         start = import_module("flwr.supernode.cli.flower_supernode").flower_supernode
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"this version of Flower starts its client otherwise than fedstill knows: {error}") from error
-    if getattr(client, "time", None) is time:
+    if getattr(client, "time", None) is time and fetch_soon():
         client.time = Awake(Pace())  # type: ignore[attr-defined]
     else:  # it sleeps otherwise by now: all works, and a hop is as slow as Flower makes it
         print("fedstill: this version of Flower sleeps as it likes between messages", file=sys.stderr, flush=True)

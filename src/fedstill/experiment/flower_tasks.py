@@ -19,6 +19,7 @@ from fedstill.deploy.flower_app import require_own_app
 from fedstill.deploy.folder import client_of_key
 from fedstill.engines.flower.fleet import RAISED
 from fedstill.engines.flower.messages import require_flower
+from fedstill.engines.flower.waiting import fetch_soon
 from fedstill.errors import FedstillError, Refused, on_one_line
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def server_task(door: Door, kind: str, token: str, parent: int) -> None:
 
     from fedstill.experiment.flower_apps import server_app
 
+    fetch_soon()
     grid = federation_grid(door, token)
     client = grid._runtime_client
     with _alive(client, parent):
