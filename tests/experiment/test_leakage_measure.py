@@ -228,7 +228,7 @@ def test_it_is_refused_where_it_could_not_see(method: str, changes: dict[str, An
 class Says(toys.Logits):
     """A method of logits that says what its clients send."""
 
-    def answers(self, logits: torch.Tensor) -> torch.Tensor:
+    def sent_logits(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
 
 

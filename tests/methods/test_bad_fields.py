@@ -34,7 +34,7 @@ BELOW_ZERO = {
     "fedlmd": ["beta"],
     "fedlwf": ["weight"],
     "fedewc": ["weight", "gamma"],
-    "analytic": ["ridge", "width"],
+    "analytic": ["ridge", "width", "groups"],
     "fot": ["keeps", "grows"],
     "glfc_local": ["size", "beta", "alpha"],
     "replay": ["size", "beta", "alpha"],
@@ -191,7 +191,7 @@ def test_all_faults_of_a_method_stand_in_one_line() -> None:
 
 @pytest.mark.parametrize(("method", "field"), [(m, f) for m, fields in BELOW_ZERO.items() for f in fields])
 def test_zero_is_the_edge_of_what_may_be_zero(method: str, field: str) -> None:
-    zero = 0 if field in ("samples", "subset", "size", "width") else 0.0
+    zero = 0 if field in ("samples", "subset", "size", "width", "groups") else 0.0
     made = settle(toys.toy({"name": method, field: zero}, **toys.suited(method))).method
     assert getattr(made, field) == 0
 

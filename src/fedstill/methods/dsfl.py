@@ -39,7 +39,7 @@ class DSFL(LogitExchange):
     temperature: Positive = 0.1
     """Temperature of the sharpening (T)."""
 
-    def answers(self, logits: Tensor) -> Tensor:
+    def sent_logits(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1)
 
     def consensus(self, mean: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class FedMD(LogitExchange):
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         return state if stage.name in NO_UPLOAD else super().fold(state, replies, stage, world)
 
-    def answers(self, logits: Tensor) -> Tensor:
+    def sent_logits(self, logits: Tensor) -> Tensor:
         return logits
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:

@@ -103,8 +103,8 @@ class HiPerFedKD(LogitExchange):
     def from_labels(self, logits: Tensor, labels: Tensor, temperature: float | Tensor) -> Tensor:
         return cross_entropy(logits, labels, temperature, self.floor or 0.0)
 
-    def answers(self, logits: Tensor) -> Tensor:
+    def sent_logits(self, logits: Tensor) -> Tensor:
         return standardize(logits) if self.z_score else logits
 
     def distance(self, logits: Tensor, target: Tensor) -> Tensor:
-        return kd(self.answers(logits), target, self.temperature)
+        return kd(self.sent_logits(logits), target, self.temperature)

@@ -43,7 +43,7 @@ class LogitExchange(Method):
     """Public images of a round, drawn again for each; 0, or more than there are: all."""
 
     @abstractmethod
-    def answers(self, logits: Tensor) -> Tensor:
+    def sent_logits(self, logits: Tensor) -> Tensor:
         """What a client sends of its logits (P, C) on the public images: (P, C)."""
 
     def consensus(self, mean: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class TrainThenPredict(ClientWork):
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
         logits = view.logits(params, "public", carry["subset"])
-        return Payload(logits=self.method.answers(logits)), Payload(params=params)
+        return Payload(logits=self.method.sent_logits(logits)), Payload(params=params)
 
 
 @dataclass(frozen=True)

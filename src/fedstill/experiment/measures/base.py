@@ -125,7 +125,7 @@ class Room:
 class SaysLogits(Protocol):
     """A method whose clients send ``logits`` on public images, and remember their own model as ``params``."""
 
-    def answers(self, logits: Tensor) -> Tensor:
+    def sent_logits(self, logits: Tensor) -> Tensor:
         """What a client sends of its model's logits (n, C): (n, C)."""
 
 

@@ -112,7 +112,7 @@ def _no_uploads(setting: MeasuredRun) -> str:
     if not isinstance(setting.method, SaysLogits):
         return (
             f"method {setting.name} does not say what its clients would send of other images' logits; give it "
-            "answers(logits)"
+            "sent_logits(logits)"
         )
     return "" if setting.remembered else "with engine = 'flower' it does not see models behind logits; choose another"
 

@@ -42,7 +42,7 @@ class Leakage(Measure):
     and with noise as ``[privacy]`` says. Nothing is planted in the run. Logits on images that really are public give
     less away; ``global`` is the model that learned from those.
     Any method can be measured whose clients send models (``params``), or ``logits`` of a model that they remember as
-    ``params`` if the method says by ``answers(logits)`` what is sent of them. Others are refused by name: of prototypes
+    ``params`` if the method says by ``sent_logits(logits)`` what is sent of them. Others are refused by name: of prototypes
     or of logits that are made in an unknown way it cannot be told what planted images would have given.
     Reading: all numbers that are sent are read as logits, also DS-FL's probabilities: their order is nearly the same.
     Reading: it is on one upload. Who asks for the same again averages the noise; epsilon counts that.
@@ -157,7 +157,7 @@ def _on_global(seen: Happened, room: Room) -> dict[str, Any]:
 def _told(client: int, params: Tensors, images: Examples, stage: Stage, room: Room) -> tuple[Tensor, Tensor]:
     """What a client's upload says of images (n, C): before ``[privacy]``, and as the server sees it."""
     logits = room.passes().logits(params, images, room.world.model(client)).cpu()
-    sent = room.method.answers(logits) if isinstance(room.method, SaysLogits) else logits
+    sent = room.method.sent_logits(logits) if isinstance(room.method, SaysLogits) else logits
     seed = seed_for(room.world.seed, stage.round, stage.index, client, "leakage noise")
     return sent, room.privacy.protect(Payload({GROUP: sent}), seed).tensor(GROUP)
 
