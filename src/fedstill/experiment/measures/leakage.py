@@ -42,8 +42,8 @@ class Leakage(Measure):
     and with noise as ``[privacy]`` says. Nothing is planted in the run. Logits on images that really are public give
     less away; ``global`` is the model that learned from those.
     Any method can be measured whose clients send models (``params``), or ``logits`` of a model that they remember as
-    ``params`` if the method says by ``sent_logits(logits)`` what is sent of them. Others are refused by name: of prototypes
-    or of logits that are made in an unknown way it cannot be told what planted images would have given.
+    ``params`` if the method says by ``sent_logits(logits)`` what is sent of them. Others are refused by name: of
+    prototypes or of logits that are made in an unknown way it cannot be told what planted images would have given.
     Reading: all numbers that are sent are read as logits, also DS-FL's probabilities: their order is nearly the same.
     Reading: it is on one upload. Who asks for the same again averages the noise; epsilon counts that.
     Reading: the other clients are a poor sample of models that did not see an example: their classes differ, and they
