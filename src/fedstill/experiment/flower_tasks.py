@@ -41,6 +41,7 @@ def client_task(door: Door, kind: str, token: str, parent: int) -> None:
 
     from fedstill.experiment.flower_apps import client_app
 
+    fetch_soon()
     client = door.client("flwr-clientapp", RuntimeTokenHttpInterceptor(token))
     with _alive(client, parent):
         message, context, _, fab = pull_task_input(client)
