@@ -1,18 +1,21 @@
 """Seconds and bytes of a round and of a hop, by how messages travel: in process, loopback grid, Ray, deployed.
 
 ``python -m benchmarks.flower``; ``--ray`` and ``--deployed DIR`` add Flower's simulation, and a federation whose server
-and clients are running (made with as many clients as ``--clients``).
+and clients are running (made with as many clients as ``--clients``). ``--cold`` adds Flower's own programs, which start
+a Python for every message; with ``--deployed`` it prints how many times as fast the federation is.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.flowers_own import flowers_own
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
@@ -37,11 +40,15 @@ def experiment(topology: str, clients: int, engine: str, **flower: Any) -> Exper
     )
 
 
-def measured(what: Experiment) -> tuple[float, float, int]:
-    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both ways."""
+def in_folder(what: Experiment) -> list[dict[str, Any]]:
+    """The journal of a run that this process starts."""
     with tempfile.TemporaryDirectory() as folder:
         run(what, Path(folder) / "run")
-        events = read_journal(Path(folder) / "run" / "journal.jsonl")
+        return read_journal(Path(folder) / "run" / "journal.jsonl")
+
+
+def measured(events: Sequence[dict[str, Any]]) -> tuple[float, float, int]:
+    """Seconds of training a round (the median), seconds a hop, and payload bytes a round, both ways."""
     rounds = [e for e in events if e["event"] == "round"]
     hops = sum(e["event"] == "client" for e in events) / len(rounds)
     seconds = median(e["seconds_training"] for e in rounds)
@@ -67,6 +74,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--ray", action="store_true")
     parser.add_argument("--deployed", type=Path)
+    parser.add_argument("--cold", action="store_true")
     given = parser.parse_args()
     ways: dict[str, dict[str, Any]] = {"in process": {"engine": "serial"}, "loopback grid": {"engine": "flower"}}
     if given.ray:
@@ -74,12 +82,27 @@ def main() -> None:
     if given.deployed:
         ways["deployed"] = {"engine": "flower", "federation": str(given.deployed.resolve())}
     print(f"{'way':<14} {'topology':<11} {'s a round':>10} {'s a hop':>8} {'payload bytes a round':>22}")
-    for topology in ("parallel", "sequential"):
-        for name, values in ways.items():
-            seconds, hop, size = measured(experiment(topology, given.clients, **values))
-            print(f"{name:<14} {topology:<11} {seconds:>10.3f} {hop:>8.3f} {size:>22,}", flush=True)
-        down, up = wire(replace(experiment(topology, given.clients, "flower")))
-        print(f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} up", flush=True)
+    with flowers_own(given.clients) if given.cold else nullcontext() as cold:
+        for topology in ("parallel", "sequential"):
+            what = {name: experiment(topology, given.clients, **values) for name, values in ways.items()}
+            hops = {name: line(name, topology, in_folder(one)) for name, one in what.items()}
+            if cold is not None:
+                hops["Flower's own"] = line("Flower's own", topology, cold.journal(what["in process"]))
+            down, up = wire(experiment(topology, given.clients, "flower"))
+            print(f"{'':<14} {topology:<11} serialised messages a round: {down:,} bytes down, {up:,} up", flush=True)
+            if cold is not None and given.deployed:
+                ratio = hops["Flower's own"] / hops["deployed"]
+                print(
+                    f"{'':<14} {topology:<11} deployed is {ratio:.1f} times as fast as Flower's own programs",
+                    flush=True,
+                )
+
+
+def line(way: str, topology: str, events: Sequence[dict[str, Any]]) -> float:
+    """Print a line of the table; the seconds a hop."""
+    seconds, hop, size = measured(events)
+    print(f"{way:<14} {topology:<11} {seconds:>10.3f} {hop:>8.3f} {size:>22,}", flush=True)
+    return hop
 
 
 if __name__ == "__main__":
