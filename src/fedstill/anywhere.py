@@ -1,4 +1,4 @@
-"""Stages that any method may have, and the methods that act in them alone: fit, ridge, census."""
+"""Stages that any method may have, and the methods that act in them alone: fit, ridge, census, task_test."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from fedstill.fitting import FIT, Fit
 from fedstill.method import Method
-from fedstill.records import Payload, Reply, Stage, State, World
+from fedstill.records import KEEP, NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.ridge import RIDGE, SendSums, empty_sums, solved
-from fedstill.topology import CENSUS
+from fedstill.topology import CENSUS, TASK_TEST
 from fedstill.work import Census, ClientWork
 
 
@@ -74,8 +74,41 @@ class OnlyCensus(Method):
         return state.next(labels=labels)
 
 
+class BeTested(ClientWork):
+    """Test the model that was sent: nothing is trained, sent or remembered; the engine reports the accuracy."""
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(params=down.params)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        return NOTHING, KEEP
+
+
+@dataclass(frozen=True)
+class OnlyTest(Method):
+    """The stage ``task_test`` for any method with a global model: real sites test it on their own data, by task.
+
+    A client with a network of its own is not asked.
+    """
+
+    stages: ClassVar[frozenset[str]] = frozenset({TASK_TEST})
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        same = world.model(client) == (state.model or world.model(SERVER))
+        return Payload(params=state.params) if state.params and same else None
+
+    def work(self, stage: Stage) -> ClientWork:
+        return BeTested()
+
+    def expects(self, client: int, stage: Stage, world: World) -> Payload:
+        return NOTHING
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        return state
+
+
 ONLY_FIT = OnlyFit()
-ANYWHERE: Mapping[str, Method] = {FIT: ONLY_FIT, RIDGE: OnlyRidge(), CENSUS: OnlyCensus()}
+ANYWHERE: Mapping[str, Method] = {FIT: ONLY_FIT, RIDGE: OnlyRidge(), CENSUS: OnlyCensus(), TASK_TEST: OnlyTest()}
 """Stages that any method may have, and who acts in them where the method has none of that name."""
 
 

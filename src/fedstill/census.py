@@ -26,11 +26,11 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
     stage, work = census_stage(world), Census()
     downs = {c: Payload() for c in stage.clients}
     expected = Payload(labels=torch.zeros(world.classes, dtype=torch.int64))
-    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
     came = [_counted(reply, rules) for reply in came]
     replies, refused = screen(lambda _: expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
-        demand_quorum(stage, replies, refused, rules)
+        demand_quorum(replace(stage, clients=tuple(downs)), replies, refused, rules)
     labels = torch.zeros(world.clients, world.classes, dtype=torch.int64)
     for reply in replies:
         labels[reply.client] = reply.up.tensor("labels")

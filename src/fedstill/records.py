@@ -58,7 +58,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client sends back: a payload, its number of examples, its metrics; or the reason why it failed."""
+    """What a client sends back: a payload, its number of examples, its metrics; or the reason why it failed.
+
+    ``idle``: a real site that has no data in the round's task, and has nothing to do.
+    """
 
     client: int
     up: Payload
@@ -67,6 +70,7 @@ class Reply:
     round: int = 0
     stage: int = 0
     failure: str = ""
+    idle: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +167,7 @@ class View:
     test: Examples | None
     passes: Passes
     query: tuple[int, ...] = ()  # the classes that this client asks for
+    tests: Mapping[int, Examples] = field(default_factory=dict)  # of a real site with tasks: its own test set of each
 
     @property
     def proportions(self) -> Tensor:

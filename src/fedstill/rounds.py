@@ -62,7 +62,7 @@ def _run_stage(
         downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
-    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
     with part(method, "expects", where):
         labels = state.extra.get("labels") if "label_counts" in needs else None
         expected = with_asks(method.expects, stage, world)

@@ -20,6 +20,9 @@ from fedstill.registry import register
 CENSUS = "census"
 """The stage in which clients send their label counts."""
 
+TASK_TEST = "task_test"
+"""The stage at a task's end in which real sites test the global model on their own data of the tasks so far."""
+
 
 class Topology(Protocol):
     """A schedule: the stages of each round."""
@@ -190,6 +193,19 @@ class CountedAnew:
         if not world.stream.changes(round):
             return stages
         return _numbered([Stage(round, 0, CENSUS, _everyone(world, round)), *stages])
+
+
+@dataclass(frozen=True)
+class SitesTest:
+    """A topology for real sites with tasks: at each task's end, after all else, they test the global model."""
+
+    of: Topology
+
+    def __call__(self, round: int, world: World) -> list[Stage]:
+        stages = self.of(round, world)
+        if not world.stream.ends(round):
+            return stages
+        return _numbered([*stages, Stage(round, 0, TASK_TEST, _everyone(world, round))])
 
 
 def _everyone(world: World, round: int) -> tuple[int, ...]:

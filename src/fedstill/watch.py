@@ -59,9 +59,10 @@ def place(stage: Stage) -> str:
 
 def replies_of(
     run: Callable[[], list[Reply]], stage: Stage, downs: Mapping[int, Payload], rules: Rules, watch: Watch
-) -> list[Reply]:
-    """What an engine's ``run`` gives; raises ClientFailed for a client that failed, unless the rules tolerate that.
+) -> tuple[list[Reply], dict[int, Payload]]:
+    """What an engine's ``run`` gives, and what was sent, both without the clients that had nothing to do.
 
+    Raises ClientFailed for a client that failed, unless the rules tolerate that.
     An engine may raise it itself, at the first one. The watch is told before.
     """
     try:
@@ -72,4 +73,5 @@ def replies_of(
     except ClientFailed as error:
         watch.failed(stage, (), [Refusal(c, f"failed: {error.why}", "failed") for c in error.clients], downs)
         raise
-    return came
+    idle = {reply.client for reply in came if reply.idle and not reply.failure}
+    return [r for r in came if r.client not in idle], {c: down for c, down in downs.items() if c not in idle}

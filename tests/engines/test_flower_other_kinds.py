@@ -17,7 +17,8 @@ from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, Refused, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.summing import SumUp
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run

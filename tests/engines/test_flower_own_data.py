@@ -19,7 +19,8 @@ from fedstill.errors import ConfigError, TooFewReplies
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Measure
-from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run

@@ -20,7 +20,8 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site, load_site
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.fields import as_table
 from fedstill.files import digest

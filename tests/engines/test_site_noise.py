@@ -20,7 +20,8 @@ from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run

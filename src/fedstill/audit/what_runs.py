@@ -92,7 +92,8 @@ def foreign_code(trials: int) -> Trials:
 def _requests(place: Path) -> dict[str, Callable[[], str]]:
     """What a server may ask of a site that lists no code, by name; each gives what is wrong with the answer."""
     from fedstill.engines.flower.requests import Request
-    from fedstill.experiment.on_flower.site import Clerk, Site
+    from fedstill.experiment.on_flower.site import Clerk
+    from fedstill.experiment.on_flower.site_file import Site
 
     settings = settle(small_run("fedavg", engine="flower"))
     ready, data = prepare(settings), read_data(settings)

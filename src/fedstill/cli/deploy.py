@@ -124,7 +124,7 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
     from fedstill.deploy import certificates, folder, greeting, programs, supervising
-    from fedstill.experiment.on_flower.site import load_site
+    from fedstill.experiment.on_flower.site_file import load_site
 
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")

@@ -37,7 +37,8 @@ class Form:
     those that are named.
     ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how many token ids words
     are given; ``length``: of a text or a series, what is longer is cut (0: 64 tokens, and series as they are).
-    ``owner``: the column that says whose an example is.
+    ``owner``: the column that says whose an example is, or, with ``cuts``, when it was taken: these are the dates on
+    which tasks begin, and test examples are held out of each.
     """
 
     kind: Kind | Literal["auto"] = "auto"
@@ -50,6 +51,7 @@ class Form:
     vocabulary: int = 8192
     length: int = 0
     owner: str = ""
+    cuts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,13 +18,14 @@ class TaskData:
 
     ``task_of``: (n,) int64, the task of each training example; None where every task shows all of them. ``transforms``:
     how each task shows its images; empty: as they are. ``by_domain``: whether each task has test examples of its own,
-    those of its value of a column.
+    those of its value of a column. ``tests``: a real site's own test sets of the tasks so far.
     """
 
     stream: Stream
     task_of: Tensor | None
     transforms: tuple[Transform | None, ...] = ()
     by_domain: bool = False
+    tests: Mapping[int, Examples] = field(default_factory=dict)
 
     def had(self, client: int, round: int) -> list[int]:
         """The tasks whose data a client has in a round: its own first, then the older ones in order, if these are kept.

@@ -105,7 +105,8 @@ class SiteViews:
         validation, query = held if len(held) else None, self.queries.get(client, ())
         test = self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
-        return View(client, spec, data, counts, public, validation, test, passes, query)
+        tests = self.tasks.tests if self.tasks is not None else {}
+        return View(client, spec, data, counts, public, validation, test, passes, query, tests)
 
     def _shown(self, client: int, share: float, round: int) -> tuple[Examples, Examples]:
         """What a client trains on in a round, and what it holds out, as its task shows them."""

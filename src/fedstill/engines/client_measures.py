@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
 from fedstill.errors import FedstillError
@@ -14,6 +17,8 @@ from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
 from fedstill.origin import reason
 from fedstill.records import SERVER, Examples, Stage, Tensors, View
+from fedstill.stream import OFF, Stream
+from fedstill.topology import TASK_TEST
 from fedstill.wire.reports import ENGINE, OWN, PROBE
 
 
@@ -80,7 +85,9 @@ class ClientMeasures:
 
     def due(self, stage: Stage) -> bool:
         """Whether clients measure in this stage."""
-        return bool(self.named) and (stage.round in self.rounds or (stage.name == FIT and bool(self.rounds)))
+        if not self.named or stage.name == TASK_TEST:
+            return False
+        return stage.round in self.rounds or (stage.name == FIT and bool(self.rounds))
 
     def each_epoch(self, stage: Stage) -> bool:
         """Whether parameters are kept after every epoch of this stage."""
@@ -121,3 +128,26 @@ class ClientMeasures:
             return f"its method's report {both[0][:40]!r} is not a method's to give"
         probe = metrics.get(OWN, {}).get(PROBE, [0] * classes)
         return "" if len(probe) == classes else f"its report {PROBE!r} has {len(probe)} numbers for {classes} classes"
+
+
+def tested_by_task(seen: AtClient, params: Tensors, stream: Stream) -> dict[str, Any]:
+    """What a real site's model is worth on its own test sets of the tasks so far, among the classes seen by then.
+
+    ``site_by_task``: the accuracy on each task, None where the site has no test examples of it, or it is still to
+    come. ``site_accuracy``: on all of them.
+    """
+    tests, right = seen.view.tests, dict[int, int]()
+    on = torch.zeros(seen.classes, dtype=torch.bool)
+    on[list(stream.seen(stream.task(seen.stage.round)))] = True
+    predict = predictor(seen.view.model, params)
+    for task, own in tests.items():
+        some = correct_by_class(lambda x: _among(predict(x), on), own, seen.inputs, seen.classes)
+        right[task] = int(some.sum())
+    return {
+        "site_accuracy": sum(right.values()) / sum(map(len, tests.values())),
+        "site_by_task": [right[t] / len(tests[t]) if t in tests else None for t in range(stream.tasks)],
+    }
+
+
+def _among(logits: Tensor, on: Tensor) -> Tensor:
+    return logits.where(on.to(logits.device), 100 * OFF)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedstill.data.examples import examples_digest
 from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
-from fedstill.engines.client_measures import AtClient, ClientMeasures
+from fedstill.engines.client_measures import AtClient, ClientMeasures, tested_by_task
 from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
@@ -217,6 +217,8 @@ class SerialEngine:
         common = (sites.common_test, sites.public, sites.inputs, classes)
         seen = AtClient(stage, view, start, params, by_epoch, *common, sent)
         taken = self.measures.take(seen) if self.measures.due(stage) else {}
-        if view.test is not None and len(view.test):
+        if view.tests:
+            taken |= tested_by_task(seen, params, self.world.stream)
+        elif view.test is not None and len(view.test):
             taken["site_accuracy"] = sum(seen.correct_by_class(params, view.test)) / len(view.test)
         return taken

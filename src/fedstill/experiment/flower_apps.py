@@ -12,7 +12,8 @@ from fedstill.engines.flower.client_app import Does
 from fedstill.engines.flower.client_app import client_app as app_of
 from fedstill.engines.flower.messages import require_flower
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.on_flower.site import Clerk, Site, load_site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site, load_site
 from fedstill.experiment.running import runner
 
 MAX_REQUEST_BYTES = 4 << 30

@@ -86,8 +86,9 @@ def checked_ends(path: Path, start: Event, ends: Sequence[Event]) -> Sequence[Ev
         if event.get("task") != number or type(event.get("round")) is not int:
             raise CorruptFile(f"{path}: the end of task {event.get('task')!r} does not follow that of {number - 1}")
         counts = [event.get(key) for key in ("correct", "totals")]
-        whole = all(isinstance(c, list) and c and all(_are_numbers(row, classes) for row in c) for c in counts)
-        if not whole or not _are_numbers(event.get("row"), len(by_task)):
+        told_by_sites = counts == [None, None] and "clients" in event
+        counted = all(isinstance(c, list) and c and all(_are_numbers(row, classes) for row in c) for c in counts)
+        if not (counted or told_by_sites) or not _are_numbers(event.get("row"), len(by_task)):
             raise CorruptFile(f"{path}: the end of task {number} has no accuracies of {len(by_task)} tasks")
     return ends
 

@@ -186,9 +186,10 @@ def _ended(group: Group) -> list[Run]:
 
 
 def _class_tasks(group: Group) -> bool:
-    """Whether tasks differ in their classes."""
-    told = _ended(group)[0].start["stream"]["classes"]
-    return len({tuple(own) for own in told}) > 1
+    """Whether tasks differ in their classes, and there is a test set of them."""
+    run = _ended(group)[0]
+    told = run.start["stream"]["classes"]
+    return len({tuple(own) for own in told}) > 1 and "totals" in run.task_ends[-1]
 
 
 def _of_classes(run: Run, own: Sequence[int]) -> dict[int, float]:

@@ -35,7 +35,7 @@ def _matrix(run: Run, name: str) -> AccuracyMatrix:
     columns = tuple(f"task {t + 1}" for t in range(by_task.shape[1]))
     tasks = AccuracyMatrix(name, by_task, columns, initial=initial)
     told: Sequence[Sequence[int]] = run.start["stream"]["classes"]
-    if len(ends[0]["totals"]) > 1 or len({tuple(own) for own in told}) < len(told):
+    if len(ends[0].get("totals", ())) != 1 or len({tuple(own) for own in told}) < len(told):
         return tasks
     own = {c: t for t, classes in enumerate(told) for c in classes}
     return AccuracyMatrix(

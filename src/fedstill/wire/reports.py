@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_COUNT = 2**53
@@ -62,6 +61,10 @@ def _losses(value: Any) -> bool:
     return named and all(_name(k) and _number_or_none(v) for k, v in value.items())
 
 
+def _share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
 def _list_of(check: Callable[[Any], bool], most: int = MAX_NUMBERS) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (list, tuple)) and len(value) <= most and all(check(v) for v in value)
 
@@ -78,7 +81,8 @@ ENGINE: Mapping[str, Callable[[Any], bool]] = {
     "seconds_training": _seconds,
     "seconds_measuring": _seconds,
     "seconds_reused": _seconds,
-    "site_accuracy": lambda v: is_number(v) and 0 <= v <= 1,
+    "site_accuracy": _share,
+    "site_by_task": _list_of(lambda v: v is None or _share(v)),
 }
 """What the engine reports, and what that must look like."""
 
@@ -207,36 +211,6 @@ def wrong_table(of: str, table: Any, classes: int) -> str:
     for name in ("before", "after"):
         if any(right > n for right, n in zip(table.get(name, ()), table["counts"], strict=False)):
             return f"{of}: {name} has more right answers than there are examples"
-    return ""
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What a server knows of a client's data, by class (C,): its own, the common test set, the public set.
-
-    None where it does not know, as of real sites.
-    """
-
-    own: Sequence[int] | None = None
-    test: Sequence[int] | None = None
-    public: Sequence[int] | None = None
-
-
-def untrue(examples: int, fields: Mapping[str, Any], truth: Truth) -> str:
-    """Why a client's number of examples and its counts cannot be true; empty if they can."""
-    own, test = truth.own, truth.test
-    if own is not None and examples > sum(own):
-        return f"claims {examples} examples, and has {sum(own)}"
-    if own is not None and "label_counts" in fields and list(fields["label_counts"]) != list(own):
-        return "its report 'label_counts' is not what it has"
-    for row in (fields.get("correct_by_class", ()), *fields.get("correct_by_epoch", ())):
-        if test is not None and (len(row) not in (0, len(test)) or any(r > n for r, n in zip(row, test, strict=False))):
-            return "its report has more right answers than there are test examples"
-    for name, there in (("private", own), ("public", truth.public)):
-        table = fields.get(name)
-        said = table.get("counts", ()) if isinstance(table, Mapping) else ()
-        if there is not None and any(n > of for n, of in zip(said, there, strict=False)):
-            return f"its report {name!r} counts more examples than there are"
     return ""
 
 

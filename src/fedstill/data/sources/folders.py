@@ -57,7 +57,7 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
                 f"{place} is empty; it needs parquet or CSV files, or images in folders named by their class"
             )
         data = _decode(place, files, columns)
-        return verified(name, hold_out(data) if "train" in data.splits else data, known)
+        return verified(name, hold_out(data, columns.form) if "train" in data.splits else data, known)
 
     return kept(name, origin, decode)
 
@@ -78,7 +78,7 @@ def read_file(name: str, path: Path, columns: Columns) -> Decoded:
             data = read_npz(path)
         else:
             data = (read_csv_files if path.suffix == ".csv" else read_parquet)(path.parent, {"train": [path]}, columns)
-        return verified(name, hold_out(data) if "train" in data.splits else data)
+        return verified(name, hold_out(data, columns.form) if "train" in data.splits else data)
 
     return kept(path.stem, origin, decode)
 

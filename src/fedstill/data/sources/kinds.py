@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ def input_columns(what: str, schema: pa.Schema, columns: Columns) -> InputColumn
     if form.kind == "image" or columns.image or (form.kind == "auto" and any(map(is_image, features.values()))):
         return None
     if form.owner and form.owner not in features:
-        raise DataError(f"{what} has no column {form.owner!r} among {', '.join(features)}; set partition.column")
+        raise DataError(no_owner(what, form, features))
     label, classes = label_column(what, features, columns)
     named = {name for name, _ in form.categorical}
     rest = {f.name: f.type for f in schema if f.name not in (label, form.owner)}
@@ -63,6 +63,12 @@ def input_columns(what: str, schema: pa.Schema, columns: Columns) -> InputColumn
             "data.categorical if its values are names, or leave it out of data.columns"
         )
     return InputColumns(form, label, classes, columns.known)
+
+
+def no_owner(what: str, form: Form, columns: Collection[str]) -> str:
+    """What is said where the column of owners, or of times, is not there."""
+    todo = "correct time_column in site.toml" if form.cuts else "set partition.column"
+    return f"{what} has no column {form.owner!r} among {', '.join(columns)}; {todo}"
 
 
 def _with_kind(what: str, form: Form, rest: Mapping[str, pa.DataType], named: set[str]) -> Form:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fedstill.data.form import Form
 from fedstill.data.sources.column_files import PAGE_BUFFER, ParquetFrame, claims, refuse_claims
 from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
 from fedstill.data.sources.decoded import Decoded
-from fedstill.data.sources.kinds import input_columns
+from fedstill.data.sources.kinds import input_columns, no_owner
 from fedstill.data.sources.limits import in_one_line, refuse_ratio
-from fedstill.data.sources.tabular import read_frames
+from fedstill.data.sources.tabular import owned, read_frames
 from fedstill.errors import DataError, on_one_line
 
 ROWS_AT_ONCE = 1
@@ -46,7 +47,9 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
             if inputs := input_columns(str(folder), next(iter(frames.values())).schema, columns):
                 return read_frames(str(folder), frames, inputs)
             splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
-            return decoded_splits(str(folder), splits, columns, within=folder)
+            return _with_owners(
+                str(folder), decoded_splits(str(folder), splits, columns, within=folder), frames, columns.form
+            )
     except DataError:
         raise
     except Exception as error:  # many kinds, by version of the library; all mean that the file is not what it says
@@ -54,6 +57,16 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
             f"{folder} cannot be read ({on_one_line(error)}); the file is damaged or not a data set; download or "
             "write it again"
         ) from error
+
+
+def _with_owners(what: str, data: Decoded, frames: Mapping[str, ParquetFrame], form: Form) -> Decoded:
+    """Images with whose they are, where a column says it."""
+    if not form.owner:
+        return data
+    if form.owner not in (columns := next(iter(frames.values())).schema.names):
+        raise DataError(no_owner(what, form, columns))
+    names, codes = owned(what, {split: frame.read([form.owner]) for split, frame in frames.items()}, form.owner)
+    return replace(data, owners=codes, about=replace(data.about, owners=names))
 
 
 @dataclass(frozen=True)

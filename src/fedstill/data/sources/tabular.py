@@ -38,9 +38,10 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     for split, table in tables.items():
         if not len(table):
             raise DataError(f"{what}, {split} holds no examples; leave the file out or download it again")
-    form, about = inputs.form, About(inputs.form.kind, owners=_owners(tables, inputs.form.owner))  # type: ignore[arg-type]
+    form = inputs.form
+    names, codes = owned(what, tables, form.owner) if form.owner else ((), {})
+    about = About(form.kind, owners=names)  # type: ignore[arg-type]
     values, about = MAKERS[form.kind](what, tables, inputs, about)
-    codes = {s: _codes(what, s, t, form.owner, about.owners) for s, t in tables.items()} if form.owner else {}
     keep, notes = _whole(what, values, tables, form, codes, about)
     raw = {s: (v[keep[s]], _labels(f"{what}, {s}", tables[s][inputs.label], keep[s])) for s, v in values.items()}
     data = with_ids(what, raw, inputs.classes)
@@ -121,10 +122,13 @@ def _numeric(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
 
 
+def owned(what: str, tables: Tables, column: str) -> tuple[tuple[str, ...], dict[str, NDArray[np.int64]]]:
+    """The names of the owners, in order: numbers by size, texts by letter; and the number of each row's, by split."""
+    names = _owners(tables, column)
+    return names, {split: _codes(what, split, table, column, names) for split, table in tables.items()}
+
+
 def _owners(tables: Tables, column: str) -> tuple[str, ...]:
-    """The names of the owners, in order: numbers by size, texts by letter."""
-    if not column:
-        return ()
     every = {value for table in tables.values() for value in table[column].unique().to_pylist()} - {None}
     return tuple(str(value) for value in sorted(every, key=lambda v: (isinstance(v, str), v)))
 

@@ -14,7 +14,7 @@ from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import on_one_line
 from fedstill.records import SERVER, Payload, Reply, Stage
-from fedstill.wire.reports import Truth, untrue
+from fedstill.wire.truth import Truth, untrue
 from fedstill.work import ClientWork
 
 
@@ -76,7 +76,7 @@ class FlowerEngine:
             failure = failure or untrue(a.examples, a.metrics, self.truth(a.client, stage.round))
         except Exception as error:
             failure = f"its report could not be checked: {on_one_line(error)}"
-        return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure)
+        return Reply(a.client, a.up, a.examples, a.metrics, a.round, a.stage, failure, a.idle)
 
     def close(self) -> None:
         """End the engine of the server's own stages."""

@@ -81,7 +81,10 @@ class Request:
 
 @dataclass(frozen=True)
 class SiteReply:
-    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it, None for nothing."""
+    """One client's work on one stage, or why there is none; ``memory``: what it remembers of it, None for nothing.
+
+    ``idle``: it has no data in the round's task, which is no failure.
+    """
 
     client: int
     round: int
@@ -91,11 +94,13 @@ class SiteReply:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     memory: Version | None = None
     failure: str = ""
+    idle: bool = False
 
     def header(self) -> str:
         """Everything but the payload, as JSON."""
         names = ("client", "round", "stage", "examples", "metrics", "memory", "failure")
-        return json.dumps(json_value({k: getattr(self, k) for k in names}), allow_nan=False)
+        idle = {"idle": True} if self.idle else {}
+        return json.dumps(json_value({**{k: getattr(self, k) for k in names}, **idle}), allow_nan=False)
 
     @staticmethod
     def of(header: str, up: Payload) -> SiteReply:
@@ -110,6 +115,7 @@ class SiteReply:
             _metrics(_typed(h, "metrics", dict)),
             _version(h.get("memory")),
             cut_reason(_typed(h, "failure", str)),
+            h.get("idle") is True,
         )
 
 

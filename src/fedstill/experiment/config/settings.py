@@ -10,7 +10,7 @@ from typing import Any
 import tomli_w
 
 from fedstill.experiment.config.named_tables import Named
-from fedstill.experiment.config.stream_table import NO_STREAM, StreamTable
+from fedstill.experiment.config.stream_table import NO_STREAM, SITES, StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.experiment.measures.choose import measured_rounds
 from fedstill.fields import Count, as_table
@@ -70,6 +70,11 @@ class Settings(TopKeys):
     def on_sites(self) -> bool:
         """Whether clients train on data of their own, which the server never sees, and nothing is split here."""
         return self.engine == "flower" and self.flower.data == "sites"
+
+    @property
+    def on_tasks(self) -> bool:
+        """Whether sites' own data come in tasks."""
+        return self.on_sites and self.named.stream.name == SITES
 
     @property
     def measured_in(self) -> frozenset[int]:

@@ -18,11 +18,10 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
 from fedstill.experiment.config.of_privacy import read_privacy, refuse_unprotected
-from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream
+from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream, with_tasks
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
 from fedstill.experiment.config.query_table import read_query, refuse_rounds
 from fedstill.experiment.config.settings import NamedTables, Settings
-from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, TopKeys
 from fedstill.experiment.config.unseen import NO_DATA, unseen_kind
 from fedstill.experiment.measures.choose import measures
@@ -31,7 +30,6 @@ from fedstill.fitting import FIT, FITTING
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.ridge import NO_TRAINING, RIDGE
-from fedstill.topology import CountedAnew, Topology
 
 DEFAULT_CLIENTS = 20
 
@@ -81,7 +79,7 @@ def _settled(experiment: Experiment) -> Settings:
         stream=stream,
         plans=_plans(method, experiment.table("plan"), named_topology, stream.longest(top.rounds)),
         method=method,
-        topology=_topology(named_topology, method, stream),
+        topology=with_tasks(named_topology.build(), method, named_stream.name, stream),
         origins=experiment.origins,
     )
     _refuse_contradictions(settings)
@@ -169,11 +167,6 @@ def _number_of_clients(experiment: Experiment) -> int:
             f"topology.clients = {counts['topology']} and partition.clients = {counts['partition']} differ"
         )
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
-
-
-def _topology(named: Named, method: Method, stream: StreamTable) -> Topology:
-    made: Topology = named.build()
-    return CountedAnew(made) if stream.tasks > 1 and "label_counts" in method.requires() else made
 
 
 def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:

@@ -14,6 +14,9 @@ from fedstill.stream import Head
 NO_STREAM = NAMED["stream"][1]
 """The kind of a run with one task."""
 
+SITES = "sites"
+"""The kind of a run whose sites have data of their own, by task."""
+
 
 @dataclass(frozen=True)
 class StreamTable:

@@ -19,13 +19,15 @@ from fedstill.engines.flower.requests import Request
 from fedstill.engines.memory import Memory
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.on_flower.at_site import Ready
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, Site, code_in
+from fedstill.experiment.on_flower.site import Clerk, code_in
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
 from fedstill.records import Examples
 from fedstill.version import VERSION
-from fedstill.wire.reports import Truth
+from fedstill.wire.truth import Truth
 
 if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
@@ -69,7 +71,7 @@ def truth_of(prepared: Prepared) -> Callable[[int, int], Truth]:
     """What the server knows of each client's data in each round: all in a simulation, nothing of real sites."""
     sites, classes = prepared.sites, prepared.world.classes
     if prepared.settings.on_sites:
-        return lambda client, round: Truth()
+        return lambda client, round: Truth(tasks=prepared.world.stream.tasks)
 
     def by_class(examples: Examples | None) -> list[int] | None:
         there = examples is not None and bool((examples.labels >= 0).all())
@@ -90,7 +92,7 @@ def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> Clie
 
     They belong to the server's own user, so they import whatever code its configuration names.
     """
-    imports, ready = tuple(code_in(settings.tree)), dict[str, Prepared]()
+    imports, ready = tuple(code_in(settings.tree)), dict[str, Ready]()
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])

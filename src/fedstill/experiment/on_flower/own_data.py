@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,19 +44,28 @@ def own_data(settings: Settings, facts: Facts, data: str, public: str, tokenizer
     Raises Refused in one line for examples that are not of the kind, shape, columns, vocabulary or classes of the run,
     and for copies that are not the server's.
     """
-    form = _form(settings, facts, tokenizer)
+    form = form_of(settings, facts, tokenizer)
+    own = read_alike(settings, facts, data, form)
+    by = standard_of(settings, own, facts)
+    if by.origin == "summed" and not by.mean:  # the sums come first, and count what is known only
+        return OwnData(own, own.train, own.test, None, by)
+    return OwnData(own, by.of(own.train), by.of(own.test), public_of(settings, public, facts, form, by), by)
+
+
+def read_alike(settings: Settings, facts: Facts, data: str, form: Mapping[str, Any], **more: Any) -> Dataset:
+    """A file or folder of a site as the run's form says, its labels as the ids that all sites share.
+
+    more: further options of reading. Raises Refused for other examples than the run's.
+    """
     label = {"label_column": settings.data.label_column} if settings.data.label_column and form else {}
     size = {"size": settings.data.size} if settings.data.size else {}
-    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **size}))
+    own = load_dataset(data, **({} if ".py:" in data else {**form, **label, **size, **more}))
     _refuse_unlike(own, facts)
-    train, test = (Examples(e.values, labels_of(own, e, facts)) for e in (own.train, own.test))
-    by = _standard(settings, own, facts)
-    if by.origin == "summed" and not by.mean:  # the sums come first, and count what is known only
-        return OwnData(own, train, test, None, by)
-    return OwnData(own, by.of(train), by.of(test), public_of(settings, public, facts, form, by), by)
+    train, test = (replace(e, labels=labels_of(own, e, facts)) for e in (own.train, own.test))
+    return replace(own, train=train, test=test)
 
 
-def _form(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
+def form_of(settings: Settings, facts: Facts, tokenizer: str) -> dict[str, Any]:
     """How the site reads its own file: as the run's ``[data]`` says, with the columns and names of the facts."""
     form = form_like(settings.data, facts.about)
     if facts.kind == "text" and form["tokenizer"].endswith(".json"):
@@ -90,7 +99,7 @@ def _refuse_unlike(own: Dataset, facts: Facts) -> None:
         raise Refused(f"tables at this site have no input {theirs!r}; correct its columns")
 
 
-def _standard(settings: Settings, own: Dataset, facts: Facts) -> Standard:
+def standard_of(settings: Settings, own: Dataset, facts: Facts) -> Standard:
     """By what this site's numbers are standardised: the facts' mean and spread, or its own where the run says so."""
     if facts.kind in ("image", "text"):
         return Standard()

@@ -1,14 +1,12 @@
-"""A site: what one client's machine allows, where its data are, and how it does a stage that a server asks for."""
+"""A site: how one client's machine does a stage that a server asks for, and what it refuses to do."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from fedstill.anywhere import acting
@@ -18,65 +16,25 @@ from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.masking import Masking
 from fedstill.engines.memory import Memory
-from fedstill.errors import ConfigError, FedstillError, Refused, cut_reason, on_one_line
+from fedstill.errors import FedstillError, Refused, cut_reason, on_one_line
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.at_site import Ready, on_own_data, on_own_tasks
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.own_data import own_data
 from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
 from fedstill.experiment.on_flower.site_sums import SiteSums
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.noised_sums import sums_work
-from fedstill.experiment.preparing.prepared import Prepared, prepare, sites_of
-from fedstill.experiment.preparing.querying import with_asking
-from fedstill.experiment.preparing.run_world import world_of
-from fedstill.experiment.preparing.sharing import Shared
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
-from fedstill.fields import CountOrZero, checked, fields_of_record
 from fedstill.files import digest, make_folder
 from fedstill.topology import CENSUS
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
 from fedstill.work import Census, ClientWork
-
-
-@dataclass(frozen=True)
-class Site:
-    """One client's machine, as its ``site.toml`` describes it.
-
-    ``client``: which client it is. ``memory``: the folder for what it remembers. ``data``: a folder or file of its own
-    data, or a data set's name; empty: it takes part only in trials, on its part of the data that the config names.
-    ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the tokenizer's file, for
-    runs on texts that have one. ``accept``: SHA-256 of the configurations it runs;
-    empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
-    ``refuse``: measures that it takes part in no run with.
-    """
-
-    client: CountOrZero
-    memory: Path
-    data: str = ""
-    public: str = ""
-    tokenizer: str = ""
-    accept: tuple[str, ...] = ()
-    imports: tuple[str, ...] = ()
-    refuse: tuple[str, ...] = ()
-
-
-def load_site(path: Path) -> Site:
-    """The site in a ``site.toml``; paths are relative to its folder."""
-    try:
-        tree = tomllib.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise ConfigError(f"cannot read the site's settings {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    values = checked({**fields_of_record(Site), "memory": (str, ...)}, tree, path.name)
-    for key in ("data", "public", "tokenizer"):
-        place = path.parent / Path(values[key]).expanduser()
-        values[key] = str(place.resolve()) if values[key] and place.exists() else values[key]
-    return Site(**{**values, "memory": (path.parent / Path(values["memory"]).expanduser()).resolve()})
 
 
 @dataclass
@@ -88,7 +46,7 @@ class Clerk:
 
     site: Site
     dataset: Dataset | None = None
-    ready: dict[str, Prepared] = field(default_factory=dict)
+    ready: dict[str, Ready] = field(default_factory=dict)
 
     def __call__(self, request: Request) -> SiteReply:
         """The answer; an error is an answer too, with the reason in one line."""
@@ -108,9 +66,13 @@ class Clerk:
         desk = Desk(self.site.memory, request.run, request.client)
         make_folder(desk.place)
         with FileLock(desk.place / ".lock"):
-            if masking := self._summed(ready, request):
-                return SiteSums(masking, request, desk).answer(lambda plain: self._once(ready, plain, desk))
-            return self._once(ready, request, desk)
+            if ready.tasks is not None:
+                ready.tasks.note(desk.place)
+            if (prepared := ready.works(request.stage.name)) is None:
+                return SiteReply(request.client, request.stage.round, request.stage.index, idle=True)
+            if masking := self._summed(prepared, request):
+                return SiteSums(masking, request, desk).answer(lambda plain: self._once(prepared, plain, desk))
+            return self._once(prepared, request, desk)
 
     def _summed(self, ready: Prepared, request: Request) -> Masking | None:
         """How the models of a stage are summed; None where its answer leaves the site as it is."""
@@ -159,9 +121,9 @@ class Clerk:
         method = settings.method
         if request.client not in stage.clients:
             raise Refused(f"client {request.client} does not act in stage {stage.name!r}")
+        if stage.name == CENSUS and "label_counts" not in method.requires():
+            raise Refused(f"method {settings.named.method.label} needs no label counts, so they stay here")
         if stage == census_stage(ready.world):
-            if "label_counts" not in method.requires():
-                raise Refused(f"method {settings.named.method.label} needs no label counts, so they stay here")
             return Census()
         if stage == sums_stage(ready.world):
             if ready.by.origin != "summed" or ready.by.mean:
@@ -174,12 +136,14 @@ class Clerk:
             raise Refused(f"stage {stage.name!r} is not in the schedule of round {stage.round}")
         return acting(method, stage).work(stage)
 
-    def _ready(self, request: Request) -> Prepared:
+    def _ready(self, request: Request) -> Ready:
         key = f"{request.sha} {digest(repr(sorted(request.facts.items())).encode())}"
         self._check(request)
-        if key not in self.ready:
-            self.ready[key] = self._prepare(self._settings(request), Facts.of(request.facts))
-        return self.ready[key]
+        there, round = self.ready.get(key), request.stage.round
+        if there is None or not there.serves(round, request.client):
+            settings = self._settings(request) if there is None else there.settings
+            there = self.ready[key] = self._prepare(settings, Facts.of(request.facts), round)
+        return there
 
     def _check(self, request: Request) -> None:
         if request.version != VERSION:
@@ -208,25 +172,19 @@ class Clerk:
                 raise Refused(f"this site takes part in no run with the measure {measure!r}")
         return settings
 
-    def _prepare(self, settings: Settings, facts: Facts) -> Prepared:
-        if settings.on_sites:
-            return self._on_own_data(settings, facts)
-        if self.site.data:
-            raise Refused("this site trains on its own data only: set flower.data = 'sites'")
-        return prepare(settings, self.dataset)
-
-    def _on_own_data(self, settings: Settings, facts: Facts) -> Prepared:
-        if not self.site.data:
-            raise Refused("this site has no data of its own: set data in its site.toml")
+    def _prepare(self, settings: Settings, facts: Facts, round: int) -> Ready:
         site = self.site
-        own = own_data(settings, facts, site.data, site.public, site.tokenizer)
-        public, classes = own.public, len(facts.classes)
-        world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
-        world = with_asking(settings, world, lambda: torch.zeros(0, classes))
-        parts = {site.client: torch.arange(len(own.train))}
-        shared = Shared(own.train, parts, public, own_tests={site.client: own.test})
-        sites = sites_of(settings, world, facts.inputs(settings), shared)
-        return Prepared(settings, own.read, world, sites, by=own.by)
+        if not settings.on_sites:
+            if site.data:
+                raise Refused("this site trains on its own data only: set flower.data = 'sites'")
+            return Ready(settings, prepare(settings, self.dataset))
+        if not site.data:
+            raise Refused("this site has no data of its own: set data in its site.toml")
+        if settings.on_tasks:
+            return on_own_tasks(settings, facts, site, round)
+        if site.tasks:
+            raise Refused("this site has a folder for each task, and this run has no tasks: set stream.kind = 'sites'")
+        return on_own_data(settings, facts, site)
 
 
 def code_in(tree: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,6 @@ from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.dealt_out import DealtOut
 from fedstill.data.examples import Dataset
 from fedstill.data.inputs import Inputs
-from fedstill.data.partition.flat import FlatParts
 from fedstill.data.sources import load_dataset
 from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
@@ -116,7 +115,7 @@ def prepare(
     classes = len(dataset.classes)
     shared = divided(settings, dataset, begun, sent)
     world = started(settings, _world(settings, dataset, shared))
-    if shared.cut is not None and isinstance(shared.parts, FlatParts):
+    if shared.cut is not None:
         world = replace(world, stream=stream_of(settings, shared.cut, shared.parts))
     world = with_asking(settings, world, lambda: shared.counts(classes))
     mean, std = (dataset.mean, dataset.std) if dataset.about.kind == "image" else (shared.by.mean, shared.by.std)
@@ -141,6 +140,7 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
     def there(examples: Examples | None) -> Examples | None:
         return None if examples is None else examples.to(settings.device)
 
+    by_task = {task: own.to(settings.device) for task, own in shared.tests_by_task.items()}
     return SiteViews(
         train=shared.train.to(settings.device),
         parts=shared.parts,
@@ -157,7 +157,7 @@ def sites_of(settings: Settings, world: RunWorld, inputs: Inputs, shared: Shared
         labelled=settings.method.labelled,
         held_out=settings.data.held_out,
         arrival=arrival_of(settings),
-        tasks=None if shared.cut is None else task_data(world.stream, shared.cut),
+        tasks=None if shared.cut is None else task_data(world.stream, shared.cut, by_task),
         flipped=hostile_clients(settings) if settings.of_clients.attack == "label_flip" else frozenset(),
     )
 

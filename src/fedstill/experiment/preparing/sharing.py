@@ -35,7 +35,8 @@ class Shared:
     """A run's examples. ``parts``: positions in ``train`` of each client's; ``test``: common to all, if there is one.
 
     ``own_tests``: of clients that have one. ``names``: what clients are called in the data. ``by``: how the examples
-    were standardised. ``cut``: the tasks. ``notes``: what was left out or taken as it was, a sentence each.
+    were standardised. ``cut``: the tasks; ``tests_by_task``: of a real site, its own test sets of those so far.
+    ``notes``: what was left out or taken as it was, a sentence each.
     """
 
     train: Examples
@@ -47,6 +48,7 @@ class Shared:
     by: Standard = PLAIN
     notes: tuple[str, ...] = ()
     cut: Cut | None = None
+    tests_by_task: Mapping[int, Examples] = field(default_factory=dict)
 
     def counts(self, classes: int) -> Tensor:
         """Label counts (clients, C); (0, C) where sites keep them."""

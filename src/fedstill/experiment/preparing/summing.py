@@ -102,10 +102,10 @@ def run_sums(work: SumUp, world: World, engine: Engine, watch: Watch, rules: Rul
     """
     stage = sums_stage(world)
     downs = {c: Payload() for c in stage.clients}
-    came = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
+    came, downs = replies_of(lambda: engine.run(work, stage, downs, world.seed), stage, downs, rules, watch)
     came = [replace(reply, failure=reply.failure or work.refuses(reply)) for reply in came]
     replies, refused = screen(lambda _: work.expected, stage, downs, came, rules)
     with told(watch, stage, replies, refused, downs):
-        demand_quorum(stage, replies, refused, rules)
+        demand_quorum(replace(stage, clients=tuple(downs) or stage.clients), replies, refused, rules)
         moments = work.moments([(reply.up, reply.examples) for reply in replies])
         return Summed(moments, stage, replies, refused, downs)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedstill.data.partition.flat import FlatParts
 from fedstill.data.task_data import TaskData
@@ -73,13 +73,15 @@ def split_by_task(settings: Settings, train: Examples, cut: Cut) -> Parts:
     return FlatParts.of([np.concatenate(own) for own in zip(*by_task, strict=True)])
 
 
-def stream_of(settings: Settings, cut: Cut, parts: FlatParts[Tensor]) -> Stream:
-    """The schedule of a run's tasks; raises ConfigError for a task in which nobody has an example."""
+def stream_of(settings: Settings, cut: Cut, parts: object) -> Stream:
+    """The schedule of a run's tasks; raises ConfigError for a task in which nobody has an example.
+
+    parts: who has which examples; of real sites nobody knows it, and all are taken to be there.
+    """
     table, clients = settings.stream, settings.clients
-    owners = np.repeat(np.arange(clients), parts.sizes)
-    task = None if cut.task is None else cut.task[parts.order.numpy()]
     there = np.ones((table.tasks, clients), dtype=bool)
-    if task is not None:
+    if cut.task is not None and isinstance(parts, FlatParts):
+        owners, task = np.repeat(np.arange(clients), parts.sizes), cut.task[parts.order.numpy()]
         there = np.bincount(task * clients + owners, minlength=table.tasks * clients).reshape(-1, clients) > 0
     absent = frozenset((int(t), int(c)) for t, c in np.argwhere(~there))
     stream = Stream(
@@ -102,10 +104,10 @@ def stream_of(settings: Settings, cut: Cut, parts: FlatParts[Tensor]) -> Stream:
     return stream
 
 
-def task_data(stream: Stream, cut: Cut) -> TaskData:
-    """The cut on the clock of the stream."""
+def task_data(stream: Stream, cut: Cut, tests: Mapping[int, Examples]) -> TaskData:
+    """The cut on the clock of the stream; ``tests``: a real site's own, by task."""
     task_of = None if cut.task is None else torch.from_numpy(np.ascontiguousarray(cut.task, dtype=np.int64))
-    return TaskData(stream, task_of, cut.transforms, cut.by_domain)
+    return TaskData(stream, task_of, cut.transforms, cut.by_domain, tests)
 
 
 def _drifting(settings: Settings, train: Examples, cut: Cut, first: Parts) -> Parts:

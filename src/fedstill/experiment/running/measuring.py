@@ -60,8 +60,7 @@ class Measuring:
     def __post_init__(self) -> None:
         settings = self.prepared.settings
         self.measures = measures(settings.measure)
-        trains = settings.privacy.trains
-        self.budget = TrainingBudget.of(self.prepared) if trains else Budget.of(self.prepared)
+        self.budget = (TrainingBudget if settings.privacy.trains else Budget).of(self.prepared)
         self.rounds = settings.measured_in
         self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.hop}
         self.queried = RunQueries(self.prepared)
@@ -81,7 +80,7 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        accuracies = self._evaluate(predictors)
+        accuracies = evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
         self._before = accuracies["class_accuracy"]
         return accuracies
 
@@ -144,7 +143,7 @@ class Measuring:
         """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
         began = time.perf_counter()
         replies, self._replies = self._replies, []
-        measured = self._evaluate(predictors)
+        measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
         before, classes = self._before, measured["class_accuracy"]
         event = {
             "round": round,
@@ -198,6 +197,8 @@ class Measuring:
             elif event["event"] == "client":
                 self._note([dict(rest)])
                 self.budget.count([event])
+            elif event["event"] == "task":
+                self.tasks.said.end()
             elif event["event"] == "measure":
                 self._count(event["measure"], event["seconds"])
 
@@ -222,14 +223,12 @@ class Measuring:
         self._replies += events
         self.own.note(events)
         self.own_tests.note(events)
+        self.tasks.said.note(events)
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)
         accepted = [e["client"] for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]
         self._acted = [*self._acted, *accepted][-2:]
-
-    def _evaluate(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
-        return evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
 
 
 def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:

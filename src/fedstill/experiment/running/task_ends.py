@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedstill.engines.passes import shards
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.running.site_rows import SiteRows, mean_row
 from fedstill.metrics import tasks as over
 from fedstill.records import Examples
 from fedstill.stream import OFF
@@ -29,27 +30,35 @@ class TaskEnds:
 
     prepared: Prepared
 
+    def __post_init__(self) -> None:
+        self.said = SiteRows(self.prepared.settings.method.personal)
+        self.at_sites = self.prepared.settings.on_tasks
+
     @property
     def on(self) -> bool:
-        """Whether the run has a stream, and there is a test set."""
-        return self.prepared.sites.tasks is not None and self.prepared.sites.common_test is not None
+        """Whether the run has a stream, and there is a test set: the server's, or those of real sites."""
+        tested = self.at_sites or self.prepared.sites.common_test is not None
+        return tested and self.prepared.sites.tasks is not None
 
     def about(self) -> dict[str, Any]:
         """What the journal's first event says of the stream: classes, first rounds and label counts by task."""
         if self.prepared.sites.tasks is None:
             return {}
         stream, names = self.prepared.world.stream, self.prepared.dataset.classes
-        counts = self.counts.sum(dim=0)
+        counted = {} if self.at_sites else self._counted()
         return {
             "stream": {
                 "kind": self.prepared.settings.named.stream.label,
                 "classes": [list(own) for own in stream.by_task],
                 "names": [[names[c] for c in own] for own in stream.by_task],
                 "first_rounds": list(stream.starts),
-                "label_counts": counts.tolist(),
-                "clients": [int(n) for n in (self.counts.sum(dim=2) > 0).sum(dim=0)],
+                **counted,
             }
         }
+
+    def _counted(self) -> dict[str, Any]:
+        there = (self.counts.sum(dim=2) > 0).sum(dim=0)
+        return {"label_counts": self.counts.sum(dim=0).tolist(), "clients": [int(n) for n in there]}
 
     def of_round(self, round: int, predictors: Predictors) -> dict[str, Any]:
         """The task of a round, and the accuracy over test examples of all classes seen by then, among these."""
@@ -58,7 +67,7 @@ class TaskEnds:
         stream = self.prepared.world.stream
         task = stream.task(round)
         known = {"task": task + 1}
-        if len(self.tests) > 1 or not (predict := _first(predictors)):
+        if self.prepared.sites.common_test is None or len(self.tests) > 1 or not (predict := _first(predictors)):
             return known
         seen = list(stream.seen(task))
         right, totals = self._right(predict, self.tests[0], seen)[0][seen].sum(), self._totals[0][seen].sum()
@@ -67,9 +76,13 @@ class TaskEnds:
     def event(self, round: int, predictors: Predictors) -> dict[str, Any] | None:
         """The event of a task's end, None in another round; round 0 is that of the untrained model, as task 0."""
         stream, predict = self.prepared.world.stream, _first(predictors)
-        if not self.on or not predict or not (round == 0 or stream.ends(round)):
+        if not self.on or not (round == 0 or stream.ends(round)):
             return None
         began, task = time.perf_counter(), stream.task(round) if round else -1
+        said = self._of_sites(task) if self.at_sites else {}
+        if not predict or self.prepared.sites.common_test is None or (self.at_sites and not self._by_classes):
+            where = {"event": "task", "task": task + 1, "round": round}
+            return {**where, **said, "seconds": time.perf_counter() - began} if said else None
         correct = self._correct(predict, task)
         accuracy = correct.double() / self._totals  # a class without test examples: 0 / 0, NaN
         return {
@@ -79,9 +92,23 @@ class TaskEnds:
             "correct": correct.tolist(),
             "totals": self._totals.tolist(),
             "row": [_number(v) for v in self._row(correct, accuracy)],
-            **self._by_client(accuracy, task),
+            **(self._by_client(accuracy, task) if not self.at_sites else {k: v for k, v in said.items() if k != "row"}),
             "seconds": time.perf_counter() - began,
         }
+
+    @property
+    def _by_classes(self) -> bool:
+        """Whether a test set says by its classes what belongs to which task."""
+        stream = self.prepared.world.stream
+        return len(set(stream.by_task)) == stream.tasks
+
+    def _of_sites(self, task: int) -> dict[str, Any]:
+        """The rows that real sites said, and their mean; nothing of the untrained model."""
+        rows = self.said.end()
+        if task < 0:
+            return {}
+        each = {str(client): list(row) for client, row in rows.items()}
+        return {"row": mean_row(rows.values(), self.prepared.world.stream.tasks), "clients": each}
 
     @cached_property
     def tests(self) -> list[Examples]:
