@@ -24,7 +24,8 @@ from fedstill.engines.flower.sum_steps import STEPS, as_bytes, byte_tensors, que
 from fedstill.engines.masking import Masking
 from fedstill.errors import ConfigError, TooFewReplies
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.site import Clerk, Site
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run

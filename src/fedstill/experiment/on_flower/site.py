@@ -25,8 +25,8 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.at_site import Ready, on_own_data, on_own_tasks
 from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
-from fedstill.experiment.on_flower.site_sums import SiteSums
 from fedstill.experiment.on_flower.site_file import Site
+from fedstill.experiment.on_flower.site_sums import SiteSums
 from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
