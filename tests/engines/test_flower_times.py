@@ -123,5 +123,5 @@ def test_a_file_of_settings_says_what_a_task_is(place: Path) -> None:
     with pytest.raises(Exception, match="tasks and time_column both say what a task is; leave one of them out"):
         load_site(path)
     path.write_text('client = 1\nmemory = "memory"\ntasks = "files"\n')
-    with pytest.raises(Exception, match="site.toml.tasks"):
+    with pytest.raises(Exception, match=r"site\.toml.tasks"):
         load_site(path)
