@@ -30,6 +30,7 @@ client = {client}
 memory = "memory"        # what the client remembers from round to round; must survive a restart
 
 # data = "/data/mine"    # parquet or CSV files, images by class, or an .npz; unset: trials on public data only
+# tasks = "folders"      # for runs with tasks: data has task1, task2, …; or time_column = "acquired", a column of dates
 # public = "/data/public"  # the public set, where a method needs one: a copy of the server's
 # tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
 # accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
