@@ -8,15 +8,25 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import toys
+from fedstill.data.sources import load_dataset
 from fedstill.deploy.control import Control
+from fedstill.engines.flower.client_app import client_app
+from fedstill.engines.flower.loopback import LoopbackGrid
+from fedstill.experiment.on_flower.site import Clerk
+from fedstill.experiment.on_flower.site_file import load_site
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
 from flowers import needs_flower
 from processes import Deployment, events, experiment, over, same_bits, serial_of
 
 pytestmark = [pytest.mark.slow, needs_flower]
+
+CLIENTS, TASKS = 3, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 METHODS = {
     "parallel": "scaffold",
@@ -61,3 +71,47 @@ def test_secure_sums_over_the_deployment_have_the_serial_engine_s_bits(three: De
     same_bits(tmp_path / "run", serial_of(what, tmp_path / "serial"))
     rounds = [e for e in read_journal(tmp_path / "run/journal.jsonl") if e["event"] == "round"]
     print(f"\nsecure sums: same bits; {time.monotonic() - began:.1f} s; {rounds[-1]['seconds_training']:.1f} s a round")
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # Flower's own, in packing an app
+def test_sites_have_tasks_of_their_own_over_the_deployment(three: Deployment, tmp_path: Path) -> None:
+    """A folder for each task at each site: the bits of the same sites on a loopback grid."""
+    flower = {"data": "sites", "deadline": 900.0, "federation": str(three.federation.folder)}
+    stream = {"kind": "sites", "tasks": 2, "order": TASKS}
+    what = experiment("replay", "parallel", partition={}, measure=(), stream=stream, engine="flower", flower=flower)
+    for client in range(CLIENTS):
+        keep_tasks(tmp_path / f"data{client}", client)
+    sites = [three.federation.client(c) / "site.toml" for c in range(CLIENTS)]
+    before = [site.read_text() for site in sites]
+    for client, (site, text) in enumerate(zip(sites, before, strict=True)):
+        site.write_text(text + f'data = "{tmp_path / f"data{client}"}"\ntasks = "folders"\n')
+    try:
+        run(what, tmp_path / "run")
+        there = {c: Clerk(load_site(site)) for c, site in enumerate(sites)}
+    finally:
+        for site, text in zip(sites, before, strict=True):
+            site.write_text(text)
+    app = client_app(lambda c: (c.node_config["partition-id"], there[c.node_config["partition-id"]]), 1 << 30)
+    run(what, tmp_path / "loopback", grid=LoopbackGrid(app, range(CLIENTS)))
+    models = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("run", "loopback")]
+    assert models[0] == models[1]
+    rows = [[e["row"], e["clients"]] for e in events(tmp_path / "run") if e["event"] == "task" and e["task"]]
+    assert rows == [
+        [e["row"], e["clients"]] for e in events(tmp_path / "loopback") if e["event"] == "task" and e["task"]
+    ]
+    print(f"\ntasks of sites: same bits; {rows[-1]}")
+
+
+def keep_tasks(place: Path, client: int) -> None:
+    """A site's digits, in a folder for each task."""
+    digits = load_dataset("digits")
+    for t, classes in enumerate(TASKS):
+        arrays = {}
+        for split, examples in (("train", digits.train), ("test", digits.test)):
+            own = torch.isin(examples.labels, torch.tensor(classes)).nonzero().flatten()[client::CLIENTS]
+            arrays |= {
+                f"{split}_images": examples.values[own, 0].numpy(),
+                f"{split}_labels": examples.labels[own].numpy(),
+            }
+        (place / f"task{t + 1}").mkdir(parents=True)
+        np.savez(place / f"task{t + 1}" / "data.npz", **arrays)

@@ -42,17 +42,44 @@ def test_a_killed_client_and_a_node_that_restarts_cost_nothing(three: Deployment
     same_bits(tmp_path / "run", serial)
 
 
+def test_in_a_chain_what_trains_and_what_it_is_forked_from_are_killed(three: Deployment, tmp_path: Path) -> None:
+    """In round 1 the first process that trains; in round 2, while one trains, all that others would be forked from."""
+    what = experiment("toys:Chain", "sequential", plan={"epochs": 40})
+    serial = serial_of(what, tmp_path / "serial")
+    starting(three, what, tmp_path / "run", deadline=900.0, retries=3)
+    sites = [f"client{c}" for c in range(three.federation.clients)]
+    three.until(lambda: any(works(three, site) for site in sites), "a client to train")
+    os.kill(next(works(three, site)[0] for site in sites if works(three, site)), signal.SIGKILL)
+    three.until(lambda: any(e["event"] == "round" for e in events(tmp_path / "run")), "round 1")
+    three.until(lambda: any(works(three, site) for site in sites), "a client to train again")
+    warm = [pid for site in sites for pid in forking(three, site)]
+    for pid in warm:
+        os.kill(pid, signal.SIGKILL)
+    three.until(lambda: (tmp_path / "run/summary.json").is_file(), "the run to end")
+    print(f"\na chain: one that trained was killed, and the {len(warm)} it would be forked from; same bits")
+    same_bits(tmp_path / "run", serial)
+
+
 def works(deployment: Deployment, name: str) -> list[int]:
     """The processes that train for a client, if any."""
+    return [pid for pid, forked in _forks(deployment, name).items() if forked]
+
+
+def forking(deployment: Deployment, name: str) -> list[int]:
+    """The process of a client from which its tasks are forked, once it is there."""
+    return [pid for pid, forked in _forks(deployment, name).items() if not forked]
+
+
+def _forks(deployment: Deployment, name: str) -> dict[int, bool]:
+    """By id, those of a client's processes that run the server of forks: whether each is a fork of another."""
     import psutil
 
-    training = []
+    there = {}
     for below in descendants(deployment.processes[name].pid):
         with contextlib.suppress(psutil.NoSuchProcess):
-            parent = below.parent()
-            forked = parent is not None and FORKS in " ".join(parent.cmdline())
-            training += [below.pid] if forked and below.status() != psutil.STATUS_ZOMBIE else []
-    return training
+            if FORKS in " ".join(below.cmdline()) and below.status() != psutil.STATUS_ZOMBIE:
+                there[below.pid] = below.ppid()
+    return {pid: parent in there for pid, parent in there.items()}
 
 
 def test_clients_that_raise_are_slow_or_send_what_they_must_not_are_named_and_used_again(
