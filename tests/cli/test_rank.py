@@ -17,6 +17,15 @@ from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.ranking import suites, where
 from fedstill.report import map_file, ranked, side_by_side
 
+FEW = """
+from fedstill.data.sources import load_dataset
+
+
+def few():
+    return load_dataset("digits")
+"""
+"""A data set of one's own."""
+
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +186,12 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     text = (Path(__file__).parents[2] / "docs" / "enter_the_ranking.md").read_text()
     _, _, after = text.partition('```toml title="clinics.toml"\n')
     shown, _, after = after.partition("```")
-    (tmp_path / "clinics.toml").write_text(shown)
+    data = 'data = { name = "digits", train_size = 200, test_size = 100 }'
+    assert data in shown
+    (tmp_path / "clinics.toml").write_text(
+        shown.replace(data, 'data = { name = "mine.py:few", train_size = 200, test_size = 100 }')
+    )
+    (tmp_path / "mine.py").write_text(FEW)
     commands = [line.split() for line in after.split("```")[1].splitlines() if line]
     assert [words[:3] for words in commands] == [["fedstill", "rank", v] for v in ("choose", "run", "check", "page")]
     said = []
@@ -192,3 +206,12 @@ def test_a_suite_of_ones_own_from_choosing_to_the_page(
     assert "map ships" not in page
     monkeypatch.setattr(suites, "_own", {})
     assert call(["rank", "check", "clinics/entries/clinics"]) != 0
+    elsewhere = tmp_path / "elsewhere"
+    for part in ("mine.py", "clinics.toml", "clinics/entries"):
+        (elsewhere / part).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / part).rename(elsewhere / part)
+    monkeypatch.chdir(elsewhere)
+    assert call(["rank", "check", "clinics/entries/clinics", "--suite", "clinics.toml"]) == 0, capsys.readouterr().out
+    configs = [path.read_text() for path in (elsewhere / "clinics").rglob("config.toml")]
+    assert configs
+    assert not any(str(tmp_path) in text for text in configs)

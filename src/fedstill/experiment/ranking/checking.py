@@ -20,7 +20,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import read_data
 from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of, run_place
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, portable, rounds_of, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.split_file import SPLIT
@@ -135,7 +135,8 @@ def _other_settings(entry: Entered, suite: Suite) -> str:
     for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path()):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
         tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
-        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, tomllib.loads(run.settings.toml)))
+        suites = tomllib.loads(portable(run.settings.toml))
+        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, suites))
         has = {**_came_later(entry, has.keys()), **has}
         if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
             first = other[0]

@@ -152,7 +152,8 @@ def column_of(one: Ended) -> str:
 
 def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     """A run's files as an entry holds them: without times other than the processor's."""
-    yield from ((name, (folder / name).read_bytes()) for name in ("config.toml", SPLIT))
+    yield "config.toml", portable((folder / "config.toml").read_text()).encode()
+    yield SPLIT, (folder / SPLIT).read_bytes()
     lines = (folder / "journal.jsonl").read_bytes().split(b"\n")[:-1]
     yield (
         "journal.jsonl",
@@ -160,6 +161,14 @@ def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     )
     if (summary := folder / "summary.json").is_file():
         yield "summary.json", json.dumps(bare(json.loads(summary.read_bytes())), indent=1).encode()
+
+
+def portable(config: str) -> str:
+    """A config's text with paths below the folder that this process was started in relative to it.
+
+    A suite of one's own may name code and data beside it; an entry is checked where that folder has another place.
+    """
+    return config.replace(json.dumps(str(Path.cwd()))[:-1] + "/", '"')
 
 
 def bare(event: Mapping[str, Any]) -> dict[str, Any]:
