@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from fedstill.experiment.ranking.entries import Entered, rounds_of, run_place
-from fedstill.experiment.ranking.scoring import Score, score_of, task_rows
+from fedstill.experiment.ranking.scoring import Score, events_of, score_of, task_rows
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
-from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.metrics import ranks as over
 from fedstill.metrics.ranks import Difference, paired_difference
 from fedstill.metrics.values import Values
@@ -119,7 +118,7 @@ def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRo
     places = [(c, s) for c in suite.columns(entry.row) for s in TEST_SEEDS]
     scores = {(c, s): score_of(entry.run(c, s), rounds_of(entry.run(c, s))) for c, s in places}
     diverged = {(c, s): entry.diverged[run_place(c, s)] for c, s in scores if run_place(c, s) in entry.diverged}
-    ends = {(c, s): task_rows(read_journal(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
+    ends = {(c, s): task_rows(events_of(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
     tasks = {run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own}
     return RankedRow(entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks)
 

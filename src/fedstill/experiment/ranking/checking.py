@@ -21,8 +21,8 @@ from fedstill.experiment.preparing.prepared import read_data
 from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
 from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, portable, rounds_of, run_place
+from fedstill.experiment.ranking.scoring import events_of
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
-from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest
 from fedstill.registry import names
@@ -172,7 +172,7 @@ def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
 def _broken_journals(entry: Entered, suite: Suite) -> str:
     for place in _places(entry, suite):
         path = entry.folder / place / "journal.jsonl"
-        events, asked = read_journal(path), rounds_of(entry.folder / place)
+        events, asked = events_of(path), rounds_of(entry.folder / place)
         if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
             return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
         if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
@@ -190,7 +190,7 @@ def _broken_journals(entry: Entered, suite: Suite) -> str:
 def _other_summaries(entry: Entered, suite: Suite) -> str:
     for place in (p for p in _places(entry, suite) if p not in entry.diverged):
         summary = json.loads((entry.folder / place / "summary.json").read_text())
-        for key, value in following(read_journal(entry.folder / place / "journal.jsonl")).items():
+        for key, value in following(events_of(entry.folder / place / "journal.jsonl")).items():
             if not same_number(summary.get(key), value):
                 return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"
     return ""
@@ -212,7 +212,7 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
 def _other_draws(entry: Entered, suite: Suite) -> str:
     data: dict[str, Dataset] = {}
     for place in _places(entry, suite):
-        settings, events = _settings(entry, place), read_journal(entry.folder / place / "journal.jsonl")
+        settings, events = _settings(entry, place), events_of(entry.folder / place / "journal.jsonl")
         name = settings.data.name
         data |= {} if name in data else {name: read_data(settings)}
         if why := other_draws(settings, events, data[name]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,27 @@ NUMBERS = tuple(f.name for f in fields(Score))
 """What a line of the table of all runs has, in order."""
 
 
+KEPT = 64
+"""Of so many journals the events are kept: each check of an entry reads all of its runs'."""
+
+
+def events_of(journal: Path) -> Sequence[Event]:
+    """The events of a finished run's journal; read once for several checks. Raises CorruptFile as ``read_journal``."""
+    stat = journal.stat() if journal.is_file() else None
+    return _read(journal, *((stat.st_mtime_ns, stat.st_size) if stat else (0, 0)))
+
+
+@lru_cache(KEPT)
+def _read(journal: Path, changed: int, size: int) -> Sequence[Event]:
+    return tuple(read_journal(journal))
+
+
 def score_of(folder: Path, asked: int) -> Score:
     """The score of a run's directory; ``asked``: how many rounds it was to have.
 
     Rounds that it lacks, as it diverged, count as its last one. Raises CorruptFile for a journal that cannot be read.
     """
-    events = read_journal(folder / "journal.jsonl")
+    events = events_of(folder / "journal.jsonl")
     try:
         return _score(events, asked)
     except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
