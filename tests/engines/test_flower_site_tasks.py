@@ -18,6 +18,7 @@ import toys
 from fedstill.engines.flower.client_app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid
 from fedstill.errors import ConfigError, Interrupted, TooFewReplies
+from fedstill.experiment import explain
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.site import Clerk
@@ -296,6 +297,17 @@ def test_a_stream_that_sites_cannot_have_is_refused_before_anything(
     with pytest.raises(ConfigError, match=why):
         run(replace(at_sites(what()), stream=stream), tmp_path / "run", toys.blobs(), grid=grid([]))
     assert not (tmp_path / "run").exists()
+
+
+def test_what_explain_says_leaves_out_what_sites_alone_know() -> None:
+    prepared = ready(replace(at_sites(what("fedewc")), measure=("landscape",)))
+    one_round = explain.arithmetic(prepared)
+    told = dict(one_round.lines())
+    assert told["training data"] == "known to the sites alone"
+    assert "examples a round" not in told
+    assert told["engine"] == "flower"
+    assert one_round.bytes_up > 0
+    assert [cost.row[-1] for cost in explain.costs(prepared, one_round)] == ["–"]
 
 
 def test_a_simulation_has_no_tasks_of_sites(tmp_path: Path) -> None:

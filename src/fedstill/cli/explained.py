@@ -73,7 +73,7 @@ def _explain_measures(costs: Sequence[Cost], many: str) -> None:
         screen.print()
         screen.print(terminal.table(head, [c.row for c in costs], words=2))
     for cost in costs:
-        if cost.share > DEAR:
+        if cost.share is not None and cost.share > DEAR:
             more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
             todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
             screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)

@@ -46,22 +46,26 @@ class Arithmetic:
     answer: str
     rates: str
     many: str = "images"
+    at_sites: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
         """Names and values, as a person reads them."""
-        return [
-            ("stages a round", " → ".join(self.stages)),
-            ("answer", self.answer),
-            ("clients a round", f"{self.clients}"),
+        training = [
             ("examples a round", f"{self.examples:,}"),
             (f"{self.many} trained on a round", f"{self.trained:,}"),
             ("optimiser steps a round", f"{self.steps:,}"),
             ("optimiser steps in all", f"about {self.steps * self.rounds:,} in {self.rounds} rounds"),
+        ]
+        return [
+            ("stages a round", " → ".join(self.stages)),
+            ("answer", self.answer),
+            ("clients a round", f"{self.clients}"),
+            *([] if self.at_sites else training),
             ("learning rates", self.rates),
             ("parameters", f"{self.parameters:,}"),
             ("sent down a round", human(self.bytes_down)),
             ("sent up a round", human(self.bytes_up)),
-            ("training data", human(self.data_bytes)),
+            ("training data", "known to the sites alone" if self.at_sites else human(self.data_bytes)),
             ("engine", self.engine),
             ("memory for models", f"about {human(4 * self.parameters * (self.clients + 6))}"),
         ]
@@ -100,25 +104,27 @@ def arithmetic(prepared: Prepared) -> Arithmetic:
         answer=_answer(settings.method),
         rates=_rates(settings.plans, settings.rounds, world.stream),
         many=prepared.dataset.about.many_or_examples,
+        at_sites=settings.on_sites,
     )
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a measure costs: in how many rounds it looks, how many examples it runs through a network in each, and these
-    as a share of the run's training, of which each example and epoch counts as three.
+    as a share of the run's training, of which each example and epoch counts as three; None where sites know it alone.
     """
 
     name: str
     about: str
     rounds: int
     looked: int
-    share: float
+    share: float | None
 
     @property
     def row(self) -> tuple[str, str, str, str, str]:
         """As a person reads it."""
-        return self.name, self.about, f"{self.rounds}", f"{self.looked:,}", f"{100 * self.share:.0f} %"
+        share = "–" if self.share is None else f"{100 * self.share:.0f} %"
+        return self.name, self.about, f"{self.rounds}", f"{self.looked:,}", share
 
 
 def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
@@ -130,15 +136,17 @@ def costs(prepared: Prepared, one_round: Arithmetic) -> list[Cost]:
         times = 1 if measure.only_last else rounds
         looks = 1 + one_round.trained // max(1, one_round.examples) if measure.each_epoch else 1
         looked = looks * measure.examples(len(test) if test else 0, one_round.clients, one_round.examples)
-        share = times * looked / max(1, 3 * one_round.trained * one_round.rounds)
+        share = None if one_round.at_sites else times * looked / max(1, 3 * one_round.trained * one_round.rounds)
         out.append(Cost(name, registry.lookup("measure", path).summary, times, looked, share))
     return out
 
 
 def _engine(prepared: Prepared) -> str:
     """Which engine carries the run out, and what the cost model says."""
-    kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
     own = prepared.settings.engine
+    if prepared.settings.on_sites:
+        return own
+    kind, why = chosen(prepared.settings, prepared.world, len(prepared.sites.train))
     return f"{own} ({why})" if own == kind else f"{own} (auto would take {kind}: {why})"
 
 
@@ -203,7 +211,7 @@ def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
 def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
     if stage.view == "public" or client == SERVER:
         return len(prepared.sites.public or Payload())
-    return len(prepared.sites.view(client, stage).data)
+    return 0 if prepared.settings.on_sites else len(prepared.sites.view(client, stage).data)
 
 
 def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
