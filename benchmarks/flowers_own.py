@@ -41,7 +41,7 @@ class FlowersOwn:
         given.write_text(tomli_w.dumps({"config": settle(what).toml, "out": str(out)}))
         command = [program("flwr"), "run", str(self.folder / "app"), "--run-config", str(given), "--stream"]
         env = environment(self.folder / "flwr")
-        subprocess.run(command, env=env, check=True, timeout=SECONDS, stdout=subprocess.DEVNULL)
+        subprocess.run(command, env=env, check=True, timeout=SECONDS, capture_output=True)
         return read_journal(out / "journal.jsonl")
 
 
