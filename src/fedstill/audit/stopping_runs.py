@@ -46,9 +46,12 @@ def _killed(config: Path, folder: Path, after: float, want: object) -> str:
     until = time.monotonic() + PATIENCE
     while not (folder / "journal.jsonl").exists() and process.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
+    began = (folder / "journal.jsonl").exists()
     time.sleep(after)
     process.kill()
     process.wait()
+    if not began:
+        return f"it had no journal {PATIENCE:.0f} s after its start"
     try:
         resume(folder)
     except FedstillError as error:
