@@ -63,6 +63,10 @@ class Entry:
     @property
     def fields(self) -> dict[str, tuple[Any, Any]]:
         """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
+        return dict(self._fields)
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, tuple[Any, Any]]:
         hints = get_type_hints(_annotated(self.target), include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():
