@@ -40,7 +40,10 @@ def experiment(name: str) -> Experiment:
 @pytest.fixture(scope="module", params=METHODS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     folder = tmp_path_factory.mktemp(request.param) / "run"
-    run(experiment(request.param), folder, data=toys.blobs())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FEDSTILL_WORKERS", "2")
+        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)  # with threads, however small the networks
+        run(replace(experiment(request.param), engine="pooled"), folder, data=toys.blobs())
     return request.param, folder
 
 
@@ -68,11 +71,11 @@ def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tm
     assert_same_bits(bits(other), bits(folder))
 
 
-@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("workers", [0, 3])
 def test_every_number_of_workers_gives_the_bits_of_the_serial_engine(
     whole: tuple[str, Path], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None is the serial engine itself; the run to compare with used as many as this machine has cores."""
+    """None is the serial engine itself; the run to compare with used two."""
     name, folder = whole
     monkeypatch.setenv("FEDSTILL_WORKERS", str(workers or 1))
     run(replace(experiment(name), engine="pooled" if workers else "serial"), tmp_path / "run", data=toys.blobs())
