@@ -17,7 +17,7 @@ import tiny_ranking
 from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.checking import checked_entry
 from fedstill.experiment.ranking.entries import LARGEST, Entered, read_entry
-from fedstill.experiment.ranking.replaying import drawn_places, reached, replayed
+from fedstill.experiment.ranking.replaying import compared, drawn_places, reached, replayed
 from fedstill.experiment.ranking.suites import Suite
 from fedstill.files import digest
 
@@ -236,3 +236,21 @@ def test_what_rounding_does_is_within_tolerance_and_what_it_does_not_disagrees(e
     assert one.level == "disagrees"
     assert f"the loss ce of client {event['client']} in round 1" in one.beyond
     assert reached([one]) == "disagrees"
+
+
+@pytest.mark.parametrize(
+    ("steps", "number", "level"), [(30, 3, "disagrees"), (71, 2, "tolerance"), (150, 1, "disagrees")]
+)
+def test_rounding_grows_with_the_steps_that_a_client_has_done(
+    steps: int, number: int, level: str, tmp_path: Path
+) -> None:
+    """Two journals of three rounds that differ in one loss by 0.06: too much within a hundred steps, and in round 1."""
+    for name, more in (("theirs", 0.0), ("ours", 0.06)):
+        lines = [{"event": "start", "classes": ["a", "b"], "test_counts": [50, 50]}]
+        for round in (1, 2, 3):
+            loss = {"ce": 0.4 + more * (round == number)}
+            lines.append({"event": "client", "round": round, "client": 0, "steps": steps, "loss": loss})
+            lines.append({"event": "round", "round": round, "accuracy": 0.5})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compared("x", tmp_path / "theirs", tmp_path / "ours").level == level
