@@ -60,13 +60,9 @@ class Entry:
         """One line that says what it is."""
         return (self.about or (inspect.getdoc(self.target) or "").split("\n")[0]).replace("``", "")
 
-    @property
-    def fields(self) -> dict[str, tuple[Any, Any]]:
-        """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
-        return dict(self._fields)
-
     @functools.cached_property
-    def _fields(self) -> dict[str, tuple[Any, Any]]:
+    def fields(self) -> Mapping[str, tuple[Any, Any]]:
+        """{name: (annotation, default)} of what a config may set; a field without default has ``...``."""
         hints = get_type_hints(_annotated(self.target), include_extras=True)
         out = {}
         for name, p in inspect.signature(self.target).parameters.items():

@@ -110,7 +110,7 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
     """A registered thing and what a config may set of it."""
     entry = registry.lookup(kind, name, base)
     try:
-        fields = entry.fields
+        fields = dict(entry.fields)
         seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
