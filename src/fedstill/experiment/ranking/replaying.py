@@ -162,11 +162,11 @@ def _apart(number: int, theirs: Sequence[Event], ours: Sequence[Event], images: 
 
 
 def _like_a_seed(one: Replayed, entry: Entered, at: tuple[str, int], run: Variant) -> Replayed:
-    """The score of a whole run: from the entry's no further than two seeds are apart."""
+    """The score of a whole run: from the entry's no further than two seeds are apart, this run and the other four."""
     column, seed = at
     ours, theirs = (score_of(f, run.settings.rounds).accuracy for f in (run.folder, entry.run(column, seed)))
-    seeds = [score_of(entry.run(column, s), run.settings.rounds).accuracy for s in TEST_SEEDS]
-    limit = max(POINTS, T_OF_FOUR * math.sqrt(2 * statistics.variance(seeds)))
+    others = [score_of(entry.run(column, s), run.settings.rounds).accuracy for s in TEST_SEEDS if s != seed]
+    limit = max(POINTS, T_OF_FOUR * math.sqrt(2 * statistics.variance([ours, *others])))
     said = f"the score of {one.place} is {theirs:.4f} there, and {ours:.4f} here: further apart than two seeds are"
     return one if abs(ours - theirs) <= limit else Replayed(one.place, "disagrees", said)
 
