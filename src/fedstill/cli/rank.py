@@ -25,7 +25,7 @@ RUNS = Path("runs/rank")
 
 @rank.default
 def list_suites(*, tier: Text = "") -> int:
-    """List the suites: rows, columns, runs, and core-minutes on this machine, for which it times one round first.
+    """List the suites: rows, columns, runs, and core-minutes on this machine, for which it times a few rounds first.
 
     Args:
         tier: Only this one: digits or small. Unset, both.
@@ -49,7 +49,7 @@ def list_suites(*, tier: Text = "") -> int:
     head = ["suite", "question", "rows", "columns", "runs", "core-minutes", "to choose", "rows without fields"]
     screen = terminal.console()
     screen.print(terminal.table(head, lines, words=2))
-    screen.print("\nCore-minutes are estimates for this machine, from one round of FedAvg; –: the data are not here.")
+    screen.print("\nCore-minutes are estimates for this machine, from rounds of FedAvg; –: the data are not here.")
     screen.print("fedstill rank run digits --track space    runs a track; fedstill rank page shows what ships.")
     return 0
 
