@@ -265,6 +265,10 @@ def of_torchvision(*, weights=None, **kwargs):
     return nn.Sequential(nn.Flatten(), nn.Linear(16, **{"out_features": kwargs["num_classes"]}))
 def by_channels(in_channels, classes):
     return nn.Sequential(nn.Conv2d(in_channels, classes, 4), nn.Flatten())
+def shared(classes):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, classes))
+    net[2].weight = net[1].weight
+    return net
 """
 
 
@@ -274,6 +278,8 @@ def test_a_model_is_given_what_its_parameters_name(tmp_path: Path, folder: Path)
         prepare(settle(load(folder / "run.toml", (f"model={tmp_path / 'nets.py'}:{name}",))), toys.blobs())
     lazy = f"model={tmp_path / 'nets.py'}:lazy"
     assert "has lazy layers, whose sizes only a first batch tells" in problem(folder, lazy)
+    shared = f"model={tmp_path / 'nets.py'}:shared"
+    assert "1.weight and 2.weight are one tensor; give it one name, and use it twice" in problem(folder, shared)
     said = problem(folder, lazy, "model.activation='relu'")
     assert "unknown key 'model.activation'" in said, "what a config cannot hold keeps its default"
 
