@@ -14,6 +14,7 @@ from scipy import stats
 
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.report.ranking_figures import label_sides
 from fedstill.report.ranking_files import rows_from, run_lines, standing_head, standing_lines, write_ranking_files
 from fedstill.report.ranking_page import ranking_page
 from fedstill.report.standings import RankedRow, Standings, standings
@@ -164,3 +165,14 @@ def test_the_page_needs_no_network_and_shows_the_fields_to_copy(one: Standings) 
     assert not re.findall(r'(?:src|href)="(?!data:|#)', text)
     assert '<table class="numbers wide sortable">' in text
     assert "[method]\nname = &quot;fedntd&quot;\nbeta = 1.0" in text
+
+
+def test_labels_of_near_points_stand_on_different_sides_and_one_without_room_is_left_out() -> None:
+    apart = [("FedAvg", 0.2, 0.2), ("FedNTD", 0.8, 0.8)]
+    assert label_sides(apart, (1.0, 1.0)) == ["top center", "top center"]
+    near = [("FedAvg", 0.5, 0.5), ("FedNTD", 0.5, 0.54)]
+    assert label_sides(near, (1.0, 1.0)) == ["bottom center", "top center"]
+    crowd = [(f"method {i}", 0.5, 0.5) for i in range(30)]
+    sides = label_sides(crowd, (1.0, 1.0))
+    assert len({side for side in sides if side}) == len([side for side in sides if side])
+    assert "" in sides

@@ -20,14 +20,16 @@ def scatter(one: Standings) -> Figure:
     for row in one.bounds:
         learned, accuracy = (row.mean(n, one.columns) for n in ("learned", "accuracy"))
         places.append((row.name, learned, accuracy / learned if learned else 0.0, accuracy, "diamond-open"))
+    low = _low([p[1] for p in places]), _low([p[2] for p in places])
+    sides = label_sides([(p[0], p[1], p[2]) for p in places], (1.03 - low[0], 1.05 - low[1]))
     for i, (name, learned, kept, accuracy, symbol) in enumerate(places):
         data.append(
             {
                 "type": "scatter",
                 "mode": "markers+text",
                 "name": plain(name),
-                "text": [plain(name)],
-                "textposition": "top center" if i % 2 else "bottom center",
+                "text": [plain(name) if sides[i] else ""],
+                "textposition": sides[i] or "top center",
                 "textfont": {"size": 10},
                 "x": [rounded(learned)],
                 "y": [rounded(kept)],
@@ -35,9 +37,53 @@ def scatter(one: Standings) -> Figure:
                 "hovertemplate": f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * accuracy:.1f} %",
             }
         )
-    right = {**PERCENT, "title": {"text": "learned"}, "range": [_low([p[1] for p in places]), 1.03]}
-    up = {**PERCENT, "title": {"text": "kept"}, "range": [_low([p[2] for p in places]), 1.05]}
+    right = {**PERCENT, "title": {"text": "learned"}, "range": [low[0], 1.03]}
+    up = {**PERCENT, "title": {"text": "kept"}, "range": [low[1], 1.05]}
     return {"data": data, "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False, height=440)}
+
+
+SIDES = {
+    "top center": (0.0, 1.0),
+    "bottom center": (0.0, -1.0),
+    "middle right": (1.0, 0.0),
+    "middle left": (-1.0, 0.0),
+    "top right": (1.0, 1.0),
+    "top left": (-1.0, 1.0),
+    "bottom right": (1.0, -1.0),
+    "bottom left": (-1.0, -1.0),
+}
+"""Where a label may stand, and in which direction from its point that is."""
+
+WIDE, HIGH = 400.0, 330.0
+"""About the pixels of the picture within its axes, on a wide screen."""
+
+
+Box = tuple[float, float, float, float]
+"""Left, bottom, right, top, in pixels."""
+
+
+def label_sides(points: Sequence[tuple[str, float, float]], spans: tuple[float, float]) -> list[str]:
+    """For each (name, x, y) a side of the point on which its label is on no other label or point; "" where all are."""
+    at = [(x / spans[0] * WIDE, y / spans[1] * HIGH) for _, x, y in points]
+    taken: list[Box] = [(x - 5, y - 5, x + 5, y + 5) for x, y in at]
+    sides = []
+    for (name, _, _), (x, y) in zip(points, at, strict=True):
+        boxes = {side: _label(name, x, y, *to) for side, to in SIDES.items()}
+        free = [side for side, box in boxes.items() if not any(_overlap(box, other) for other in taken)]
+        sides.append(free[0] if free else "")
+        taken += [boxes[side] for side in free[:1]]
+    return sides
+
+
+def _label(name: str, x: float, y: float, right: float, up: float) -> Box:
+    """About where a label in the figure's small type is, in a direction from its point."""
+    half = 3.2 * len(name)
+    x, y = x + right * (half + 7), y + up * (7 if right else 12)
+    return (x - half, y - 6, x + half, y + 6)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _low(values: Sequence[float]) -> float:
