@@ -10,7 +10,7 @@ from run_journals import stop_after
 
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.report import data_split, series
-from fedstill.report.groups import differing, groups
+from fedstill.report.groups import differing, groups, split_of
 from fedstill.report.numbers import COLUMNS
 from fedstill.report.summary import columns, rows
 
@@ -85,9 +85,17 @@ def test_a_run_without_a_round_has_no_measures(some_runs: Path) -> None:
     assert row.text(COLUMNS[0]) == "–"
 
 
+def test_how_data_are_split_is_said_of_partitions_and_of_sites() -> None:
+    assert split_of({"partition.kind": "iid", "engine": "serial"}) == "iid"
+    at_sites = {"partition.kind": "iid", "engine": "flower", "flower.data": "sites"}
+    assert split_of(at_sites) == "sites' own data"
+    assert split_of({**at_sites, "flower.data": "simulated"}) == "iid"
+
+
 def test_distinct_splits_are_one_a_seed(finished: Path) -> None:
     found = data_split.splits(groups([finished]))
-    assert [s.name for s in found] == ["seed 7 (dirichlet, 6 clients)", "seed 8 (dirichlet, 6 clients)"]
+    names = [f"seed {seed} (dirichlet alpha 1.0, 6 clients)" for seed in (7, 8)]
+    assert [s.name for s in found] == names
     assert [len(s.runs) for s in found] == [2, 2]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedstill.data.dealt_out import LabelCounts
 from fedstill.report.figures import COLOURS, Figure, layout, plain, short, whole_numbers
-from fedstill.report.groups import Group
+from fedstill.report.groups import Group, split_of
 from fedstill.report.heatmaps import COUNTS, MOST_CELLS, class_axis, class_names, height_of
 from fedstill.report.markup import Html, choice, figure, grid, section, sentence
 from fedstill.report.runs import Run
@@ -43,8 +43,7 @@ class Split:
     def name(self) -> str:
         """The seeds of its runs, and the partition."""
         seeds = sorted({r.seed for r in self.runs})
-        kind = self.runs[0].settings.get("partition.kind", "")
-        return f"seed {', '.join(map(str, seeds))} ({kind}, {len(self.counts):,} clients)"
+        return f"seed {', '.join(map(str, seeds))} ({split_of(self.runs[0].settings)}, {len(self.counts):,} clients)"
 
     @property
     def clients(self) -> list[str]:

@@ -138,6 +138,15 @@ def _group(label: str, members: Sequence[Run]) -> Group:
     return Group(label, chosen, [r for r in members if not any(r is c for c in chosen)])
 
 
+def split_of(settings: Mapping[str, Any]) -> str:
+    """How the data came to be uneven: the partition and what tells how much, or that sites have their own."""
+    if settings.get("engine") == "flower" and settings.get("flower.data") == "sites":
+        return "sites' own data"
+    keys = [k for k in ("alpha", "shards", "classes_per_client") if f"partition.{k}" in settings]
+    told = [f"{k} {said(settings[f'partition.{k}'])}" for k in keys]
+    return " ".join([said(settings.get("partition.kind", "–")), *told])
+
+
 def group_labels(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """What tells settings apart: the method, and the keys in which those of one method differ."""
     names = [method_of(s) for s in settings]

@@ -20,7 +20,7 @@ from fedstill.report.data_split import split_section
 from fedstill.report.decision_planes import boundaries
 from fedstill.report.features import sphere, tsne, units
 from fedstill.report.figures import Style
-from fedstill.report.groups import Group, groups, method_of, said
+from fedstill.report.groups import Group, groups, method_of, said, split_of
 from fedstill.report.heterogeneity import heterogeneity, sensitivity
 from fedstill.report.joint import joint
 from fedstill.report.knowledge import knowledge
@@ -116,7 +116,7 @@ def _head(compared: Sequence[Group]) -> Html:
     }
     pairs = {
         "data": _every(compared, "data.name"),
-        "split": ", ".join(dict.fromkeys(_split(g) for g in compared)),
+        "split": ", ".join(dict.fromkeys(split_of(g.settings) for g in compared)),
         "clients": _every(compared, "topology.clients"),
         "topology": _every(compared, "topology.kind"),
         "model": _every(compared, "model.name"),
@@ -137,13 +137,6 @@ def _head(compared: Sequence[Group]) -> Html:
 def _every(compared: Sequence[Group], key: str) -> str:
     values = dict.fromkeys(said(g.settings[key]) for g in compared if key in g.settings)
     return ", ".join(v.rpartition("/")[2] if key.endswith(".name") else v for v in values) or "–"
-
-
-def _split(group: Group) -> str:
-    fields = {k.rpartition(".")[2]: said(v) for k, v in group.settings.items() if k.startswith("partition.")}
-    kind = fields.pop("kind", "–")
-    told = [f"{k} {fields[k]}" for k in ("alpha", "shards", "classes_per_client") if k in fields]
-    return " ".join([kind, *told])
 
 
 def document(title: str, main: str) -> str:
