@@ -28,16 +28,16 @@ PIXELS = {
 FLOOR = 1e-8
 
 
-def first_client(pixels: str, seed: int) -> tuple[Prepared, Stage, View, float]:
-    """The run of a seed, its first stage for client 0 alone, what that client sees, and its temperature."""
+def first_client(pixels: str, seed: int, client: int = 0) -> tuple[Prepared, Stage, View, float]:
+    """The run of a seed, its first stage for one client alone, what that client sees, and its temperature."""
     mean, std = PIXELS[pixels]
     changes = {"data.mean": mean, "data.std": std, "reuse": False}
     (run,) = load_recipe("hiper/table1").variants([("HiPer-FedKD", "alpha 1.0")], [seed], changes, Path("unused"))
     ready = prepare(run.settings)
-    stage = Stage(1, 0, "local", (0,))
-    down = ready.settings.method.down(counted(ready), 0, stage, ready.world)
+    stage = Stage(1, 0, "local", (client,))
+    down = ready.settings.method.down(counted(ready), client, stage, ready.world)
     assert down is not None
-    return ready, stage, ready.sites.view(0, stage), float(down.number("temperature"))
+    return ready, stage, ready.sites.view(client, stage), float(down.number("temperature"))
 
 
 def counted(ready: Prepared) -> State:
@@ -62,13 +62,7 @@ def plainly(pixels: str, seed: int) -> tuple[float, float]:
     assert view.validation is not None
     x, held = (normal(e.values, *PIXELS[pixels]) for e in (view.data, view.validation))
     torch.manual_seed(seed)
-    blocks = [
-        layer
-        for i, o in ((3, 32), (32, 64), (64, 128))
-        for layer in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
-    ]
-    head = [nn.Flatten(), nn.Linear(2048, 512), nn.ReLU(), nn.Dropout(0.25), nn.Linear(512, 10)]
-    net = nn.Sequential(*blocks, *head)
+    net = simple_cnn()
     steps, losses = torch.optim.SGD(net.parameters(), lr=0.01), list[float]()
     for _ in range(5):
         losses = []
@@ -82,6 +76,16 @@ def plainly(pixels: str, seed: int) -> tuple[float, float]:
     with torch.no_grad():
         right = net.eval()(held).argmax(1) == view.validation.labels
     return sum(losses) / len(losses), float(right.double().mean())
+
+
+def simple_cnn() -> nn.Sequential:
+    """The notebook's network, its layers made in the notebook's order."""
+    blocks = [
+        layer
+        for i, o in ((3, 32), (32, 64), (64, 128))
+        for layer in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 512), nn.ReLU(), nn.Dropout(0.25), nn.Linear(512, 10))
 
 
 def normal(images: Tensor, mean: list[float], std: list[float]) -> Tensor:
