@@ -60,7 +60,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         for drawn in drawn_data(prepared, min(screen.width, 160)):
             screen.print(drawn)
     for line in told_of_maps(shipped_maps(), settings.named.method.name, setting_of(prepared)):
-        screen.print(line, soft_wrap=True)
+        screen.print(line)
     return 0
 
 
