@@ -29,7 +29,7 @@ NOTEBOOK = [44.70, 39.85, 54.77, 54.97, 33.62, 28.12, 32.18, 40.72], [0.0637], [
 """It prints: clients on their held-out images, on the public ones, the server's last loss, its accuracy there."""
 
 SEED, PIXELS_OF_IT = 42, ".5, .5"
-CLIENTS, LOCAL_EPOCHS, SERVER_EPOCHS, BATCH, LAST, RATE, HOT = 4, 5, 10, 64, 8, 0.01, 3.0
+CLIENTS, LOCAL_EPOCHS, SERVER_EPOCHS, BATCH, RATE, HOT = 4, 5, 10, 64, 0.01, 3.0
 
 
 def plainly(draws: int) -> list[tuple[list[float], list[float], list[float]]]:
@@ -52,8 +52,9 @@ def plainly(draws: int) -> list[tuple[list[float], list[float], list[float]]]:
         logits.append(_logits(net, _inputs(known.values)))
         public.append(_right(logits[-1], known.labels))
     images, mean = _inputs(known.values), torch.stack([_standard(z) for z in logits]).mean(0)
+    full, last = divmod(len(mean), BATCH)
     lines = []
-    for target in (mean, torch.cat([mean[:-LAST], mean[(len(mean) // BATCH) * LAST :][:LAST]])):
+    for target in (mean, torch.cat([mean[:-last], mean[full * last :][:last]])):
         losses, shares = [], []
         for draw in range(draws):
             torch.manual_seed(draw)

@@ -124,6 +124,31 @@ def test_what_cannot_be_kept_is_refused_in_one_line(changes: dict[str, Any], lin
         prepare(settle(experiment(pretrained, **changes)), toys.blobs())
 
 
+TIED = """
+from torch import nn
+class Tied(nn.Module):
+    def __init__(self, classes: int):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+        self.body[3].weight = self.body[1].weight
+        self.head = nn.Linear(16, classes)
+    def forward(self, x):
+        return self.head(self.body(x))
+"""
+
+
+def test_a_body_that_stays_may_use_one_tensor_twice(tmp_path: Path) -> None:
+    (tmp_path / "tied.py").write_text(TIED)
+    tied = {"name": f"{tmp_path / 'tied.py'}:Tied"}
+    module = contract.build(contract.spec_for(tied["name"], (1, 4, 4), 5))
+    weights = tmp_path / "tied.safetensors"
+    safetensors.torch.save_file({k: v.clone() for k, v in module.state_dict().items()}, weights)
+    run = experiment(weights, model=tied)
+    assert fedstill.run(run, tmp_path / "one", data=toys.blobs()).accuracy is not None
+    with pytest.raises(ConfigError, match=r"body\.1\.weight and body\.3\.weight are one tensor; give it one name"):
+        prepare(settle(toys.toy(measure=(), model=tied)), toys.blobs())
+
+
 def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
     result = fedstill.run(experiment(pretrained), tmp_path / "one", data=toys.blobs())
     model, data = fedstill.load_model(result), toys.blobs()

@@ -55,7 +55,7 @@ def _without_numbers(spec: ModelSpec, counting: Any) -> None:
             with counting, torch.no_grad():
                 contract.forward(m, entries, x)
             return
-        except (NotImplementedError, RuntimeError):
+        except (NotImplementedError, RuntimeError):  # torch's way to say that meta lacks an operation, or its numbers
             if device == "cpu":
                 raise
 

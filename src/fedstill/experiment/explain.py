@@ -30,7 +30,7 @@ TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flowe
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """One round's work, for the first round: what a reader can check before hours are spent."""
+    """One round's work: what a reader can check before hours are spent."""
 
     stages: tuple[str, ...]
     clients: int
@@ -71,10 +71,10 @@ class Arithmetic:
         ]
 
 
-def arithmetic(prepared: Prepared) -> Arithmetic:
-    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
+def arithmetic(prepared: Prepared, number: int = 1) -> Arithmetic:
+    """The arithmetic of a round, from 1. The run is ``rounds`` times this, except for sampling."""
     settings, world = prepared.settings, prepared.world
-    stages = settings.topology(1, world)
+    stages = settings.topology(number, world)
     state = settings.method.setup(world)
     down = up = steps = examples = trained = 0
     acting: set[int] = set()

@@ -59,17 +59,7 @@ def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
         raise ConfigError(f"model {name!r} made a {type(made).__name__}, not a torch.nn.Module")
     if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):
         raise ConfigError(f"model {name!r} has lazy layers, whose sizes only a first batch tells; write them")
-    _refuse_shared(name, made)
     return made
-
-
-def _refuse_shared(name: str, made: nn.Module) -> None:
-    """Parameters are run from outside, each by its one name: two places of the module cannot share one."""
-    first: dict[int, str] = {}
-    for entry, value in (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False)):
-        if first.setdefault(id(value), entry) != entry:
-            both = f"{first[id(value)]} and {entry}"
-            raise ConfigError(f"model {name!r}: {both} are one tensor; give it one name, and use it twice in forward()")
 
 
 def example(spec: ModelSpec, count: int, device: str = "cpu") -> Tensor:

@@ -21,7 +21,7 @@ def scatter(one: Standings) -> Figure:
         learned, accuracy = (row.mean(n, one.columns) for n in ("learned", "accuracy"))
         places.append((row.name, learned, accuracy / learned if learned else 0.0, accuracy, "diamond-open"))
     low = _low([p[1] for p in places]), _low([p[2] for p in places])
-    sides = label_sides([(p[0], p[1], p[2]) for p in places], (1.03 - low[0], 1.05 - low[1]))
+    sides = label_sides([(p[0], p[1], p[2]) for p in places], (HIGHEST[0] - low[0], HIGHEST[1] - low[1]))
     for i, (name, learned, kept, accuracy, symbol) in enumerate(places):
         data.append(
             {
@@ -37,8 +37,8 @@ def scatter(one: Standings) -> Figure:
                 "hovertemplate": f"learned %{{x:.1%}}, kept %{{y:.1%}}: accuracy {100 * accuracy:.1f} %",
             }
         )
-    right = {**PERCENT, "title": {"text": "learned"}, "range": [low[0], 1.03]}
-    up = {**PERCENT, "title": {"text": "kept"}, "range": [low[1], 1.05]}
+    right = {**PERCENT, "title": {"text": "learned"}, "range": [low[0], HIGHEST[0]]}
+    up = {**PERCENT, "title": {"text": "kept"}, "range": [low[1], HIGHEST[1]]}
     return {"data": data, "layout": layout(hovermode="closest", xaxis=right, yaxis=up, showlegend=False, height=440)}
 
 
@@ -57,6 +57,8 @@ SIDES = {
 WIDE, HIGH = 400.0, 330.0
 """About the pixels of the picture within its axes, on a wide screen."""
 
+HIGHEST = 1.03, 1.05
+"""Where the axes of learned and of kept end: a little beyond all, so that points there are whole."""
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels."""

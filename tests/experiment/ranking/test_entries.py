@@ -17,8 +17,8 @@ import tiny_ranking
 from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.checking import checked_entry
 from fedstill.experiment.ranking.entries import LARGEST, Entered, read_entry
-from fedstill.experiment.ranking.replaying import compared, drawn_places, reached, replayed
-from fedstill.experiment.ranking.suites import Suite
+from fedstill.experiment.ranking.replaying import _size, compared, drawn_places, reached, replayed
+from fedstill.experiment.ranking.suites import Suite, load_suite
 from fedstill.files import digest
 
 RUN = "uneven/seed3"
@@ -220,6 +220,16 @@ def test_all_seeds_of_a_column_are_compared_by_their_means_too(entry: Entered) -
     levels = [(one.place, one.level) for one in replayed(entry, places, tiny_ranking.do)]
     assert levels[-1] == ("even", "bits")
     assert len(levels) == 6
+
+
+def test_a_run_is_shortened_where_its_first_rounds_stay_what_they_are(suite: Suite) -> None:
+    assert _size(1, suite, "FedAvg") == {"rounds": 1}
+    assert _size(0, suite, "FedAvg") == _size(2, suite, "FedAvg") == {}, "all of its two rounds"
+    public, time = load_suite("digits-public"), load_suite("digits-time")
+    assert _size(3, public, "FedMD") == {}, "a stage follows its last round"
+    assert _size(3, public, "local only") == {}, "it has a number of its own"
+    assert _size(3, time, "replay") == {}, "tasks share the rounds"
+    assert _size(3, public, "HiPer-FedKD") == {"rounds": 3}
 
 
 def test_what_rounding_does_is_within_tolerance_and_what_it_does_not_disagrees(entry: Entered) -> None:

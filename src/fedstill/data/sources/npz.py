@@ -56,6 +56,7 @@ def read_npz(path: Path) -> Decoded:
     except DataError:
         raise
     except (EOFError, ValueError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        # zipfile: NotImplementedError of a version or packing that it does not know, RuntimeError of a password
         said = " ".join(str(error).split())[:300]
         raise DataError(
             f"{path} is damaged or not an archive of images and labels ({said}); download it again"

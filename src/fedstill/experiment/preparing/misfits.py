@@ -17,6 +17,7 @@ from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.method import Method
 from fedstill.models import contract
+from fedstill.models.held_entries import moving
 from fedstill.records import SERVER, ModelSpec, Stage
 from fedstill.ridge import RIDGE, no_linear_head
 
@@ -131,8 +132,21 @@ def _check_public_labels(settings: Settings, sites: SiteViews, stages: set[str])
         )
 
 
+def _refuse_shared(spec: ModelSpec) -> None:
+    """Entries that move are run from outside, each by its one name: two places of a network cannot share one."""
+    m, first = contract.module(spec), dict[int, str]()
+    every = dict((*m.named_parameters(remove_duplicate=False), *m.named_buffers(remove_duplicate=False)))
+    for entry in moving(spec, every):
+        if (other := first.setdefault(id(every[entry]), entry)) != entry:
+            raise ConfigError(
+                f"model {spec.label}: {other} and {entry} are one tensor; give it one name, and use it twice in "
+                "forward()"
+            )
+
+
 def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
     """Build a model and give it two examples, so that an error is one clear line now and not a failed client later."""
+    _refuse_shared(spec)
     some = sites.train.values[:2]
     x = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:

@@ -6,7 +6,7 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,8 +82,8 @@ def replayed(
     """
     with tempfile.TemporaryDirectory(prefix="fedstill-replay-") as folder:
         suite = suite_of(entry, _copied(entry, Path(folder)))
-        size = {"rounds": rounds} if rounds and suite.recipe.common["rounds"] > rounds else {}
-        changes = {**dict(entry.fields), **_short(size, suite, entry.row)}
+        size = _size(rounds, suite, entry.row)
+        changes = {**dict(entry.fields), **size}
         runs = [suite.recipe.variants([(entry.row, c)], (s,), changes, Path(folder))[0] for c, s in places]
         do(runs)
         for (column, seed), run in zip(places, runs, strict=True):
@@ -102,10 +102,12 @@ def _copied(entry: Entered, folder: Path) -> Path | None:
     return Path(shutil.copy(entry.folder / entry.file, folder / entry.file))
 
 
-def _short(size: Mapping[str, Any], suite: Suite, row: str) -> dict[str, Any]:
-    """Fewer rounds, unless the row has a number of its own, or tasks share them."""
+def _size(rounds: int, suite: Suite, row: str) -> dict[str, Any]:
+    """Fewer rounds, unless the row has a number of its own, or a stage after the last, or tasks share them."""
+    own = suite.recipe.rows[row]
     tasks = any("stream" in suite.recipe.columns[column] for column in suite.columns(row))
-    return {} if "rounds" in suite.recipe.rows[row] or tasks else dict(size)
+    whole = not rounds or rounds >= suite.recipe.common["rounds"]
+    return {} if whole or tasks or "rounds" in own or own.get("topology", {}).get("last") else {"rounds": rounds}
 
 
 def compared(place: str, theirs: Path, ours: Path) -> Replayed:
