@@ -7,15 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
+from fedstill.experiment.comparing.recipes import load_recipe
+from fedstill.experiment.ranking.scoring import score_of
 from fedstill.experiment.ranking.suites import suite_names
+from fedstill.experiment.run_directory.evidence import readable
 from fedstill.report.map_file import shipped_maps
 from fedstill.report.maps_shown import maps_text
 from fedstill.report.ranked import every_standing, rows_below
 from fedstill.report.ranking_files import run_lines, tables_text
 from fedstill.report.ranking_page import HOW, INTERVALS, MEANS, copied_fields
 from fedstill.report.standings import Standings
-from fedstill.report.table_files import csv_text
+from fedstill.report.table_files import csv_text, markdown
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = ROOT / "results" / "rank"
@@ -34,6 +38,16 @@ Which methods forget, and which learn? This page is made from the entries that s
 {HOW}
 
 {INTERVALS}
+"""
+
+FULL = (("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),)
+"""Tables of papers whose settings are those of the tier full: the recipe, its column, the folder of its runs."""
+
+FULL_HEAD = """## full, space
+
+The tier "full" has no suite yet. These are runs of papers' tables whose settings are its: all of CIFAR-10, FedNTD's
+network and plan, 100 clients, ten a round, 200 rounds. Images are varied as in the paper, precision is bfloat16, and
+the fields are the paper's or ours by default, not chosen. So nothing is ranked. [What the papers have](results.md).
 """
 
 
@@ -63,7 +77,31 @@ def document(every: Sequence[Standings]) -> str:
         parts.append(
             f"## Suites without entries\n\n{', '.join(bare)}: settings and tries are fixed, runs are to come.\n"
         )
-    return "\n".join([*parts, maps_text(shipped_maps())])
+    return "\n".join([*parts, *filter(None, [full_size()]), maps_text(shipped_maps())])
+
+
+def full_size() -> str:
+    """The section on the tier "full": runs of papers' tables that have its settings; empty where there are none yet."""
+    parts = [text for one in FULL if (text := _of_table(*one))]
+    return "\n".join([FULL_HEAD, *parts]) if parts else ""
+
+
+def _of_table(table: str, column: str, name: str) -> str:
+    """One table's runs of a column: a line of each row, means over the seeds that are finished."""
+    recipe, folder = load_recipe(table), readable(ROOT / "results" / name)
+    lines = []
+    for row in recipe.rows:
+        places = sorted(
+            summary.parent for summary in folder.glob(f"{column} {row}".replace(" ", "_") + "/*/summary.json")
+        )
+        scores = [score_of(place, recipe.common["rounds"]) for place in places]
+        if scores:
+            accuracy, learned, f = (fmean(getattr(s, k) for s in scores) for k in ("accuracy", "learned", "forgetting"))
+            numbers = [accuracy, learned, accuracy / learned, f]
+            sent = fmean(s.sent for s in scores) / 1e6
+            lines.append([row, *(f"{100 * v:.1f}" for v in numbers), f"{sent:,.0f}", str(len(scores))])
+    head = ["method", "accuracy [%]", "learned [%]", "kept [%]", "forgetting F [%]", "MB", "seeds"]
+    return f"{recipe.paper}; {column} (`results/{name}`).\n\n{markdown(head, lines)}" if lines else ""
 
 
 def main() -> None:
