@@ -65,7 +65,8 @@ def test_a_method_at_its_edge_is_another(one: dict[str, object], other: dict[str
         ("fedcurv", "fedavg"),
         ("moon", "fedavg"),
         ({"name": "fednova", "ccvr": "full"}, {"name": "fednova"}),
-        ("fedadkd", {"name": "feddkd", "tckd": "target"}),  # every G is 1 before a client has sent its own
+        # every G is 1 before a client has sent its own
+        ("fedadkd", {"name": "feddkd", "alpha": 3.0, "tckd": "target"}),
     ],
     ids=str,
 )
