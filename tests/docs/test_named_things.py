@@ -56,6 +56,16 @@ def defined(tree: ast.AST) -> dict[str, ast.AST]:
     return out
 
 
+@pytest.mark.parametrize("page", ["docs/results.md", "results/README.md"])
+def test_configs_and_runs_that_commands_name_are_there(page: str) -> None:
+    """A config is a file; a folder of runs is there, or packed, itself or one above it."""
+    named = set(re.findall(r"(?<![\w/])results/[\w/-]+(?:\.toml)?", text(page)))
+    assert len(named) > 1
+    for path in sorted(named - {"results/NAME", "results/NAME.toml"}):
+        packs = [ROOT / f"{folder}.runs.tar.xz" for folder in (path, *Path(path).parents)]
+        assert (ROOT / path).exists() or any(pack.is_file() for pack in packs), path
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_folders_that_a_page_names_are_there(page: str) -> None:
     paths = [p for p in in_code(page) if re.fullmatch(r"[\w./-]+(\.py|/)", p) and not p.startswith("site/")]
