@@ -142,7 +142,7 @@ def test_a_small_delta_weighs_by_the_gini_index_itself() -> None:
 def test_a_federation_of_single_class_clients_is_distilled_with_phi_one(timing: str) -> None:
     ready = ready_for({"name": "fedadkd", "phi_timing": timing}, rounds=3, **ONE_CLASS_EACH)
     assert all(len(set(ready.sites.train.labels[p].tolist())) == 1 for p in ready.sites.parts)
-    close(ready, ready_for({"name": "feddkd", "tckd": "target"}, rounds=3, **ONE_CLASS_EACH))
+    close(ready, ready_for({"name": "feddkd", "alpha": 3.0, "tckd": "target"}, rounds=3, **ONE_CLASS_EACH))
     for state in drive(ready)[0]:
         assert all(bool(v.isfinite().all()) for v in state.params.values())
 
