@@ -115,7 +115,7 @@ COLUMNS = (
         "training examples found where 1 % of other images are taken for such",
     ),
     Column("epsilon", "epsilon", "largest", 1, 2, "what the client with the largest has spent in privacy"),
-    Column("seconds", "seconds", "s", 1, 1, "training and measuring, all rounds"),
+    Column("seconds", "time", "s", 1, 1, "training and measuring, all rounds"),
     Column("bytes_up", "sent up", "MB", 1e-6, 2, "sent by clients, all rounds"),
     Column("bytes_down", "sent down", "MB", 1e-6, 2, "sent to clients, all rounds"),
 )
