@@ -43,6 +43,8 @@ Which methods forget, and which learn? This page is made from the entries that s
 FULL = (("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),)
 """Tables of papers whose settings are those of the tier full: the recipe, its column, the folder of its runs."""
 
+FULL_SEEDS = range(1, 4)
+
 FULL_HEAD = """## full, space
 
 The tier "full" has no suite yet. These are runs of papers' tables whose settings are its: all of CIFAR-10, FedNTD's
@@ -91,10 +93,9 @@ def _of_table(table: str, column: str, name: str) -> str:
     recipe, folder = load_recipe(table), readable(ROOT / "results" / name)
     lines = []
     for row in recipe.rows:
-        places = sorted(
-            summary.parent for summary in folder.glob(f"{column} {row}".replace(" ", "_") + "/*/summary.json")
-        )
-        scores = [score_of(place, recipe.common["rounds"]) for place in places]
+        runs = recipe.variants([(row, column)], FULL_SEEDS, {}, folder)
+        done = [run.folder for run in runs if (run.folder / "summary.json").is_file()]
+        scores = [score_of(place, recipe.common["rounds"]) for place in done]
         if scores:
             accuracy, learned, f = (fmean(getattr(s, k) for s in scores) for k in ("accuracy", "learned", "forgetting"))
             numbers = [accuracy, learned, accuracy / learned, f]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,10 @@ from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTab
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.engine_choice import chosen
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.round_work import RoundWork, round_work
 from fedstill.method import Method
 from fedstill.models import contract
-from fedstill.raised import with_asks
-from fedstill.records import SERVER, Payload, Plan, Stage
+from fedstill.records import SERVER, Plan, Stage
 from fedstill.stream import Stream
 from fedstill.wire.privacy import Privacy
 
@@ -29,16 +28,10 @@ TABLES = {"data": DataTable, "clients": ClientsTable, "privacy": Privacy, "flowe
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """One round's work: what a reader can check before hours are spent."""
+class Arithmetic(RoundWork):
+    """One round's work, and what else a reader can check before hours are spent."""
 
     stages: tuple[str, ...]
-    clients: int
-    examples: int
-    trained: int
-    steps: int
-    bytes_down: int
-    bytes_up: int
     parameters: int
     data_bytes: int
     rounds: int
@@ -71,32 +64,12 @@ class Arithmetic:
         ]
 
 
-def arithmetic(prepared: Prepared, number: int = 1) -> Arithmetic:
-    """The arithmetic of a round, from 1. The run is ``rounds`` times this, except for sampling."""
+def arithmetic(prepared: Prepared) -> Arithmetic:
+    """The arithmetic of round 1. The run is ``rounds`` times this, except for sampling."""
     settings, world = prepared.settings, prepared.world
-    stages = settings.topology(number, world)
-    state = settings.method.setup(world)
-    down = up = steps = examples = trained = 0
-    acting: set[int] = set()
-    for stage in stages:
-        for client in stage.clients:
-            sent = settings.method.down(state, client, stage, world)
-            if sent is None:
-                continue
-            acting.add(client)
-            count = _examples(prepared, client, stage)
-            if client != SERVER:  # what the server computes itself is not sent
-                down, up = down + sent.nbytes, up + with_asks(settings.method.expects, stage, world)(client).nbytes
-            own = local_steps(prepared, stage, count)
-            examples, steps, trained = examples + count, steps + own, trained + _trained(prepared, stage, count, own)
     return Arithmetic(
-        stages=_shown(stages),
-        clients=len(acting - {SERVER}),
-        examples=examples,
-        trained=trained,
-        steps=steps,
-        bytes_down=down,
-        bytes_up=up,
+        **vars(round_work(prepared)),
+        stages=_shown(settings.topology(1, world)),
         parameters=sum(v.numel() for v in world.initial(SERVER).values()),
         data_bytes=prepared.sites.train.values.numel() * prepared.sites.train.values.element_size(),
         rounds=settings.rounds,
@@ -206,25 +179,6 @@ def _rates(plans: Mapping[str, Plan], rounds: int, stream: Stream) -> str:
         each = ", ".join(f"{rates[i]:.3g} in round {i + 1}" for i in turns)
         said.append(f"{stage} {each or f'{rates[0]:.3g}'}")
     return "; ".join(said)
-
-
-def _examples(prepared: Prepared, client: int, stage: Stage) -> int:
-    if stage.view == "public" or client == SERVER:
-        return len(prepared.sites.public or Payload())
-    return 0 if prepared.settings.on_sites else len(prepared.sites.view(client, stage).data)
-
-
-def local_steps(prepared: Prepared, stage: Stage, examples: int) -> int:
-    """How many steps of the optimiser a client of so many examples does in a stage; 0 where nothing is trained."""
-    plan = prepared.world.plans.get(stage.name)
-    if plan is None:
-        return 0
-    return plan.steps or plan.epochs * math.ceil(examples / plan.batch)
-
-
-def _trained(prepared: Prepared, stage: Stage, examples: int, steps: int) -> int:
-    plan = prepared.world.plans.get(stage.name)
-    return 0 if plan is None else plan.epochs * examples if not plan.steps else steps * min(plan.batch, examples)
 
 
 def _shown(stages: list[Stage]) -> tuple[str, ...]:

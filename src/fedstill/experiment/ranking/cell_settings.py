@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from fedstill.experiment.explain import local_steps
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.round_work import local_steps
 from fedstill.experiment.running.evaluation import dealt_out
 from fedstill.labels import distance, proportions
 from fedstill.records import SERVER

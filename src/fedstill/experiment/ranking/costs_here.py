@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedstill.errors import DataError
-from fedstill.experiment.explain import arithmetic
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS, Suite, load_suite
+from fedstill.experiment.round_work import round_work
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
 
@@ -64,7 +64,7 @@ def _of_run(suite: Suite, cell: tuple[str, str], each: Seconds) -> float:
     (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], {}, Path())
     prepared = prepare(variant.settings)
     rounds = prepared.settings.rounds
-    some = [arithmetic(prepared, number) for number in range(1, min(rounds, ROUNDS) + 1)]
+    some = [round_work(prepared, number) for number in range(1, min(rounds, ROUNDS) + 1)]
     training = statistics.fmean(each.step * one.steps + each.example * one.trained for one in some)
     return START + rounds * (MEAN_METHOD * training + each.rest)
 
