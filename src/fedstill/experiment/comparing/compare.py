@@ -44,16 +44,20 @@ class Outcome:
     _read: int = field(default=0, repr=False)
 
     def follow(self) -> None:
-        """Read what the run's journal says by now."""
+        """Read what the run's journal has come to say since the last time; a run that goes on may cut it first."""
         path = self.variant.folder / "journal.jsonl"
         if self.state not in ("running", "finished") or not path.is_file():
             return
-        lines = path.read_bytes().split(b"\n")[:-1]
-        for line in lines[self._read :] if len(lines) >= self._read else lines:
+        if (size := path.stat().st_size) == self._read:
+            return
+        with path.open("rb") as journal:
+            self._read = journal.seek(self._read if self._read < size else 0)
+            whole = journal.read().rpartition(b"\n")[0]
+        for line in whole.split(b"\n"):
             if line.startswith(b'{"event":"round"'):
                 event = json.loads(line)
                 self.done, self.accuracy = event["round"], event["accuracy"]
-        self._read = len(lines)
+        self._read += len(whole) + 1 if whole else 0
 
 
 def jobs_that_fit() -> int:
