@@ -112,6 +112,30 @@ def outcomes(tmp_path: Path) -> list[Outcome]:
     return [Outcome(v, 10) for v in runs]
 
 
+def test_a_journal_is_read_on_from_where_it_ended(outcomes: list[Outcome]) -> None:
+    one = outcomes[0]
+    one.state, journal = "running", one.variant.folder / "journal.jsonl"
+    one.follow()
+    journal.parent.mkdir(parents=True)
+
+    def after(text: str) -> tuple[int, float | None]:
+        journal.write_text(text)
+        one.follow()
+        return one.done, one.accuracy
+
+    start, first, second = (
+        '{"event":"start"}\n',
+        *(f'{{"event":"round","round":{n},"accuracy":0.{n}}}\n' for n in (1, 2)),
+    )
+    assert after("") == after(start[:5]) == (0, None)
+    assert after(start + first) == after(start + first + second[:20]) == (1, 0.1)
+    assert after(start + first + second) == (2, 0.2)
+    journal.write_text("{" * len(start + first + second))
+    one.follow()  # nothing of it is read a second time
+    assert after(start + first) == (1, 0.1), "a run that goes on cuts what its checkpoint does not know"
+    assert after(start + first + second) == (2, 0.2)
+
+
 def test_a_comparison_says_which_run_ended_and_how_far_all_are(
     outcomes: list[Outcome], capsys: pytest.CaptureFixture[str]
 ) -> None:
