@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.cli import call
+from fedstill.cli import call, main
 
 
 @pytest.fixture
@@ -132,3 +132,12 @@ def test_ctrl_c_ends_after_the_stage(config: Path) -> None:
     _, said = run.communicate(timeout=30)
     assert run.returncode == 1
     assert "fedstill resume long" in said
+
+
+def test_windows_is_told_where_to_run_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    line = "fedstill: this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is Linux\n"
+    assert capsys.readouterr().err == line

@@ -50,6 +50,8 @@ __all__ = [
 
 def main() -> None:
     """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are training."""
+    if sys.platform == "win32":
+        sys.exit(say("this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is Linux", 2))
     signal.signal(signal.SIGINT, _interrupted)
     try:
         sys.exit(call(sys.argv[1:]))
