@@ -65,7 +65,7 @@ def reproduce(
     folder = out or paper_table.folder(changes)
     folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
-    runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder)
+    runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder, here=not table)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
     for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)

@@ -19,13 +19,23 @@ T = TypeVar("T")
 
 
 def check_precision(precision: Precision, device: str) -> None:
-    """Raise ConfigError for a precision that this device does not have, or only imitates."""
+    """Raise ConfigError for a precision that no device of this kind has."""
     if precision == "tf32" and device != "cuda":
         raise ConfigError("precision = 'tf32' is a CUDA device's; on the CPU set precision = 'fp32' or 'bf16'")
+
+
+def check_machine(precision: Precision, device: str) -> None:
+    """Raise ConfigError where this machine has no such device, or has no units for a precision and would imitate it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device = 'cuda': torch sees no CUDA device here; "
+            "set device = 'cpu' for a new run, or install torch for CUDA"
+        )
     if precision == "bf16" and not has_bfloat16(device):
         what = "CUDA device" if device == "cuda" else "processor"
         raise ConfigError(
-            f"precision = 'bf16': this {what} has no units for bfloat16, and would imitate it slowly; set 'fp32'"
+            f"precision = 'bf16': this {what} has no units for bfloat16, and would imitate it slowly; "
+            "set 'fp32' for a new run"
         )
 
 

@@ -77,10 +77,13 @@ def _folder(out: Path, words: Sequence[str]) -> Path:
     return out / " ".join(words).replace("/", "-").replace(" ", "_")
 
 
-def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
-    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run."""
+def seeded(label: str, experiment: Experiment, seed: int, folder: Path, here: bool = True) -> Variant:
+    """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run.
+
+    here: whether this machine is to run it, and not only read what another one ran.
+    """
     with_seed = replace(experiment, seed=seed)
-    settings = settle(with_seed)
+    settings = settle(with_seed, here)
     return Variant(label, with_seed, settings, _of_seed(folder, settings))
 
 

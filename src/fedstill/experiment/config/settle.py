@@ -11,7 +11,7 @@ import torch
 
 from fedstill.data.sources.likely import likely_kind
 from fedstill.engines.cores import lone_threads
-from fedstill.engines.precision import check_precision
+from fedstill.engines.precision import check_machine, check_precision
 from fedstill.errors import ConfigError, UnknownKeys, UnknownName
 from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
@@ -37,12 +37,18 @@ DEFAULT_MODELS = {"image": "cnn", "table": "mlp", "vector": "mlp", "series": "se
 """The model of each kind of examples where none is named."""
 
 
-def settle(experiment: Experiment) -> Settings:
-    """Resolve and check every value; raises ConfigError with one line that names the key and what to write."""
+def settle(experiment: Experiment, here: bool = True) -> Settings:
+    """Resolve and check every value; raises ConfigError with one line that names the key and what to write.
+
+    here: whether this machine is to run it. A run that is only read may have had a device that this machine lacks.
+    """
     try:
-        return _settled(experiment)
+        settings = _settled(experiment)
     except UnknownKeys as error:
         raise named_better(error, experiment.tree, experiment.base) from error
+    if here:
+        check_machine(settings.precision, settings.device)
+    return settings
 
 
 def _settled(experiment: Experiment) -> Settings:
@@ -213,12 +219,7 @@ def _threads(value: Any) -> tuple[int, int]:
 
 
 def _device(value: str) -> Any:
-    there = torch.cuda.is_available()
-    if value == "cuda" and not there:
-        raise ConfigError(
-            "device = 'cuda': torch sees no CUDA device here; set device = 'cpu', or install torch for CUDA"
-        )
-    return ("cuda" if there else "cpu") if value == "auto" else value
+    return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
 
 
 def _refuse_contradictions(settings: Settings) -> None:

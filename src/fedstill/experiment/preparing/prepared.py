@@ -17,6 +17,7 @@ from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
+from fedstill.engines.precision import check_machine
 from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
@@ -108,6 +109,7 @@ def prepare(
     of real sites came to, where they are standardised by these; without it, examples are left as they are until then.
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
+    check_machine(settings.precision, settings.device)
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
     dataset = as_features(settings, with_pixels(dataset or read_data(settings), settings.data))

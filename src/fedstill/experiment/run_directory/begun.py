@@ -36,4 +36,4 @@ def settings_of(folder: Path, **live: Any) -> Settings:
         if not name.startswith(LIVE):
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
-    return settle(from_tree(as_it_began(tree), {}, folder))
+    return settle(from_tree(as_it_began(tree), {}, folder), here=False)

@@ -1,0 +1,84 @@
+"""What a machine with a card, or with units for bfloat16, has run is read on one that has neither."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill.cli import call
+from fedstill.engines import precision
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.trained.loading import load_model
+from run_bits import stopped
+
+LACKING = [('device = "cuda"', "torch sees no CUDA device here"), ('precision = "bf16"', "no units for bfloat16")]
+
+
+@pytest.fixture(params=LACKING, ids=["cuda", "bf16"])
+def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """A line of a config that this machine cannot have, and what is said of it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ran") / "run"
+    run(toys.toy("fedntd"), folder, data=toys.blobs())
+    return folder
+
+
+def had(folder: Path, line: str) -> Path:
+    """The run, as if it had been trained with this line in its config."""
+    config = folder / "config.toml"
+    key = line.partition(" ")[0]
+    lines = [line if old.startswith(f"{key} ") else old for old in config.read_text().splitlines()]
+    assert line in lines
+    config.write_text("\n".join(lines) + "\n")
+    shutil.rmtree(folder / "checkpoints")
+    return folder
+
+
+def test_a_model_is_loaded(ran: Path, lacking: tuple[str, str], tmp_path: Path) -> None:
+    there = had(Path(shutil.copytree(ran, tmp_path / "run")), lacking[0])
+    images = toys.blobs().test.values
+    assert torch.equal(load_model(there)(images), load_model(ran)(images))
+    assert call(["export", str(there), "--folder", str(tmp_path / "shared")]) == 0
+
+
+def test_a_finished_run_gives_its_result_and_a_begun_one_is_refused(
+    ran: Path, lacking: tuple[str, str], tmp_path: Path
+) -> None:
+    line, said = lacking
+    there = had(Path(shutil.copytree(ran, tmp_path / "run")), line)
+    assert resume(there).accuracy == resume(ran).accuracy
+    begun = had(stopped(toys.toy("fedntd"), tmp_path / "begun", 1), line)
+    with pytest.raises(ConfigError, match=said):
+        resume(begun, data=toys.blobs())
+
+
+def test_a_table_is_printed_and_its_runs_are_not_begun(
+    lacking: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, said = lacking
+    words = ["reproduce", "fedadkd/table2", "--seeds", "1", "--cells", "FedAvg:CIFAR-10 .1", "--out", str(tmp_path)]
+    words += ["-s", line.replace(" ", "")]
+    assert call([*words, "--table"]) == 0
+    assert "53.9" in capsys.readouterr().out
+    assert call(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_new_run_is_refused_before_anything_is_read(lacking: tuple[str, str]) -> None:
+    key, value = lacking[0].replace('"', "").split(" = ")
+    with pytest.raises(ConfigError, match=lacking[1]):
+        settle(Experiment(**{key: value}))
+    assert getattr(settle(Experiment(**{key: value}), here=False), key) == value
