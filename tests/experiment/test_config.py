@@ -81,6 +81,17 @@ def test_overrides_stand_above_the_file_and_the_file_above_defaults(tmp_path: Pa
     assert origins["clients.norm_limit"] == origins["plan.train.momentum"] == "default"
 
 
+def test_an_override_of_the_plan_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    """A resolved config says every stage's own plan, which stands above the common one."""
+    again = tmp_path / "resolved.toml"
+    again.write_text(settle(Experiment(method="fedntd", data={"name": "digits"})).toml)
+    with pytest.raises(ConfigError, match=r"plan.lr changes nothing, for each stage has its own; set plan.train.lr"):
+        settle(load(again, ("plan.lr=0.3",)))
+    assert settle(load(again, ("plan.train.lr=0.3",))).plans["train"].lr == 0.3
+    part = Experiment(rounds=1, method="qkt", topology={"kind": "peer_to_peer"}, plan={"transfer": {"lr": 0.2}})
+    assert settle(part.with_values({"plan.lr": 0.3}, "command line")).plans["refine"].lr == 0.3
+
+
 def test_the_most_examples_are_written_only_where_they_are_said(tmp_path: Path) -> None:
     """Configs of before have no such key, and must resolve to their own bytes."""
     assert "max_examples" not in settled(FULL, tmp_path).toml

@@ -83,7 +83,7 @@ def _settled(experiment: Experiment) -> Settings:
         flower=flower,
         query=read_query(experiment.table("query")),
         stream=stream,
-        plans=_plans(method, experiment.table("plan"), named_topology, stream.longest(top.rounds)),
+        plans=_plans(method, experiment, named_topology, stream.longest(top.rounds)),
         method=method,
         topology=with_tasks(named_topology.build(), method, named_stream.name, stream),
         origins=experiment.origins,
@@ -175,7 +175,8 @@ def _number_of_clients(experiment: Experiment) -> int:
     return int(next(iter(counts.values()), DEFAULT_CLIENTS))
 
 
-def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: int) -> dict[str, Plan]:
+def _plans(method: Method, experiment: Experiment, topology: Named, rounds: int) -> dict[str, Plan]:
+    table = experiment.table("plan")
     plans = {**({FIT: FITTING} if topology.values.get("first") == FIT else {}), **method.plans}
     plans |= {RIDGE: NO_TRAINING} if topology.values.get("last") == RIDGE else {}
     for name, value in table.items():
@@ -184,6 +185,10 @@ def _plans(method: Method, table: Mapping[str, Any], topology: Named, rounds: in
         if name in plans and not isinstance(value, Mapping):
             raise ConfigError(f"plan.{name} = {shown(value)} must be a table, [plan.{name}]")
     common = {k: v for k, v in table.items() if not isinstance(v, Mapping)}
+    over = [k for k in common if not experiment.origins.get(f"plan.{k}", "file").startswith("file")]
+    if idle := [k for k in over if plans and all(k in table.get(stage, {}) for stage in plans)]:
+        todo = " and ".join(f"plan.{stage}.{idle[0]}" for stage in plans)
+        raise ConfigError(f"plan.{idle[0]} changes nothing, for each stage has its own; set {todo}")
     both = {stage: {**common, **table.get(stage, {})} for stage in plans}
     return {stage: _plan(own, both[stage], f"plan.{stage}", rounds) for stage, own in plans.items()}
 
