@@ -11,13 +11,15 @@ import sys
 import tomllib
 from pathlib import Path
 
+from fedstill.experiment.run_directory.evidence import readable
+
 MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")
 
 
 def attack_table(folders: list[Path]) -> str:
-    """The last accuracies, mean and spread over seeds, of all runs under some folders, in Markdown."""
+    """The last accuracies, mean and spread over seeds, of all runs under some folders or packs of them, in Markdown."""
     cells = dict[tuple[str, str], list[float]]()
-    for summary in sorted(path for folder in folders for path in folder.rglob("summary.json")):
+    for summary in sorted(path for folder in folders for path in readable(folder).rglob("summary.json")):
         config = tomllib.loads((summary.parent / "config.toml").read_text())
         kind = config["clients"].get("attack", "none")
         row = f"`{kind}`, {config['clients'].get('attackers', 0.1):.0%}" if kind != "none" else "none"
