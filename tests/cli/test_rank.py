@@ -54,6 +54,16 @@ def test_run_check_page_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert call(["rank", "check", str(entries), "--replay", "1", "--note", str(entries)]) == 0
     said = capsys.readouterr().out
     assert said.count("replayed here: bits") == 3
+    other = entries / "fedntd" / "entry.toml"
+    was = other.read_text()
+    other.write_text("# another entry in its place\n" + was)
+    rows, _, _ = ranked.rows_below([entries])
+    assert {row.name: row.status for row in rows["digits-space"]} == {
+        "FedAvg": "bits",
+        "FedNTD": "not replayed",
+        "joint": "bits",
+    }
+    other.write_text(was)
     assert call(["rank", "page", str(entries), "--out", "page"]) == 0
     names = sorted(p.name for p in (tmp_path / "page").iterdir())
     assert names == ["index.html", "standings.csv", "table.csv", "table.md", "table.tex"]

@@ -38,5 +38,5 @@ def check_one(
         yield f"  {one.level:9} {one.place}{f': {one.beyond}' if one.beyond else ''}", one.level != "disagrees"
     level = reached(done)
     if note is not None:
-        note_level(note, entry.suite, entry.row, level, processor())
+        note_level(note, entry, level, processor())
     yield f"  replayed here: {level}", level != "disagrees"

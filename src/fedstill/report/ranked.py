@@ -14,7 +14,7 @@ from rich.text import Text
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.comparing.recipes import RANKING
 from fedstill.experiment.ranking.checking import checked_entry, suite_of
-from fedstill.experiment.ranking.entries import entries_below, read_entry
+from fedstill.experiment.ranking.entries import Entered, entries_below, read_entry
 from fedstill.experiment.ranking.suites import Suite, load_suite, suite_names
 from fedstill.files import make_folder, write_whole
 from fedstill.report.ranking_files import (
@@ -29,7 +29,10 @@ from fedstill.report.standings import NOT_REPLAYED, RankedRow, Standings, row_of
 from fedstill.report.terminal import table_in_parts
 
 REPLAYED = "replayed.csv"
-"""The file beside entries that says how near a replay of each came: suite, method, level, and where it was done."""
+"""The file beside entries that says how near a replay of each came: suite, method, level, where it was done, and of
+which entry, so that another one in its place counts as not replayed."""
+
+NOTED = ("suite", "method", "level", "where", "entry")
 
 SHIPPED = "shipped.csv"
 """The file in the package with the runs of the entries that ship: table.csv of them."""
@@ -61,7 +64,7 @@ def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dic
                 if wrong:
                     raise CorruptFile(wrong[0])
                 suite = suite_of(entry)
-                row = row_of(entry, suite, levels.get((entry.suite, entry.row), NOT_REPLAYED))
+                row = row_of(entry, suite, levels.get((entry.suite, entry.row, entry.sha), NOT_REPLAYED))
             except CorruptFile as error:
                 left_out.append(f"{place.name}: {error}")
                 continue
@@ -99,23 +102,23 @@ def shown_standings(one: Standings, width: int) -> Iterator[RenderableType]:
         yield Text(f"no entry yet: {', '.join(one.missing)}")
 
 
-def levels_in(folder: Path) -> dict[tuple[str, str], str]:
-    """How near a replay of each entry came, as a folder's file says; nothing without one."""
+def levels_in(folder: Path) -> dict[tuple[str, str, str], str]:
+    """How near a replay of each entry came, by suite, row and digest, as a folder's file says; nothing without one."""
+    return {(suite, row, sha): level for suite, row, level, _, sha in _noted(folder)}
+
+
+def note_level(folder: Path, entry: Entered, level: str, where: str) -> None:
+    """Write down how near a replay came, over what was there of the same row."""
+    others = [line for line in _noted(folder) if line[:2] != [entry.suite, entry.row]]
+    lines = sorted([*others, [entry.suite, entry.row, level, where, entry.sha]])
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([NOTED, *lines])
+    make_folder(folder)
+    write_whole(folder / REPLAYED, out.getvalue().encode())
+
+
+def _noted(folder: Path) -> list[list[str]]:
     path = folder / REPLAYED
     if not path.is_file():
-        return {}
-    return {(r["suite"], r["method"]): r["level"] for r in csv.DictReader(io.StringIO(path.read_text()))}
-
-
-def note_level(folder: Path, suite: str, row: str, level: str, where: str) -> None:
-    """Write down how near a replay came, over what was there of the same entry."""
-    path, lines = folder / REPLAYED, list[list[str]]()
-    if path.is_file():
-        each = csv.DictReader(io.StringIO(path.read_text()))
-        others = [r for r in each if (r["suite"], r["method"]) != (suite, row)]
-        lines = [[r["suite"], r["method"], r["level"], r["where"]] for r in others]
-    out = io.StringIO()
-    head = ["suite", "method", "level", "where"]
-    csv.writer(out, lineterminator="\n").writerows([head, *sorted([*lines, [suite, row, level, where]])])
-    make_folder(folder)
-    write_whole(path, out.getvalue().encode())
+        return []
+    return [[line.get(key) or "" for key in NOTED] for line in csv.DictReader(io.StringIO(path.read_text()))]

@@ -160,12 +160,13 @@ def choice_lines(suite: Suite, rows: Sequence[str]) -> tuple[list[str], list[lis
 
 
 def about(standings: Standings) -> str:
-    """One sentence on what the intervals of a suite's table are, and how wide Nemenyi's would be."""
+    """What the intervals of a suite's table are, how wide Nemenyi's would be, and whose learning rate tries have."""
     s, many = standings, len(standings.placed)
     wide = f"; Nemenyi's width is {nemenyi_width(many, s.blocks):.2f} ranks" if many > 1 else ""
     n = len(s.columns)
     columns = f"{n} column{'s' * (n > 1)} × {len(TEST_SEEDS)} seeds"
-    return f"{many} methods, {columns}{wide}."
+    rate = f" A try that sets no learning rate has the one that {s.suite.rate_of} chose." if s.suite.rate_of else ""
+    return f"{many} methods, {columns}{wide}.{rate}"
 
 
 def joined(standings: Standings) -> list[str]:

@@ -134,6 +134,17 @@ def test_fields_are_chosen_and_the_same_call_does_nothing_anew(suite: Suite, tmp
     assert suite_at(bare, tmp_path).chosen["FedAvg"] == choice, "it was kept"
 
 
+def test_the_row_whose_learning_rate_all_have_is_chosen_first(suite: Suite, tmp_path: Path) -> None:
+    bare = replace(suite, chosen={}, rate_of="FedAvg")
+    chosen = choose_fields(bare, ["FedNTD", "FedAvg"], tmp_path, tiny_ranking.do)
+    assert list(chosen.chosen) == ["FedAvg", "FedNTD"]
+    rate = chosen.settings_chosen("FedAvg").get("plan.lr", 0.05)
+    tried = {
+        own.lr for runs in chosen.trials("FedNTD", tmp_path) for run in runs for own in run.settings.plans.values()
+    }
+    assert tried == {rate}
+
+
 def outcomes(runs: Sequence[Variant], state: str, error: Exception | None = None) -> list[Outcome]:
     kind = type(error)
     trace = f"Traceback\n{kind.__module__}.{kind.__name__}: {error}" if error else ""

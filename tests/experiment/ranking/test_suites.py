@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,13 +48,34 @@ def test_every_method_has_as_many_tries_and_the_first_is_the_suites_own(name: st
 @pytest.mark.parametrize("name", suite_names())
 def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name: str) -> None:
     suite = load_suite(name)
+    first = {suite.rate_of: Choice(((0.5,),) * MOST_TRIES, (1,) * MOST_TRIES)} if suite.rate_of else {}
+    suite = replace(suite, chosen={**first, **suite.chosen})
     row = suite.competing[-1]
-    for number, (one, runs) in enumerate(zip(suite.tries[row], suite.trials(row, Path("runs")), strict=True)):
+    for number, (one, runs) in enumerate(zip(suite.tries_of(row), suite.trials(row, Path("runs")), strict=True)):
         assert [run.seed for run in runs] == [100, 101, 102]
         assert {run.settings.data.test_from for run in runs} == {"held_out"}
         (plain,) = suite.recipe.variants([(row, suite.column)], (100,), one, Path("runs"))
         assert plain.settings.named == runs[0].settings.named, number
         assert plain.settings.plans == runs[0].settings.plans
+
+
+def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one() -> None:
+    tries = {"A": [{}, {"plan.lr": 0.1}], "B": [{}, {"method.beta": 3.0}, {"plan.lr": 0.2}]}
+    suite = replace(load_suite("digits-space"), tries=tries, rate_of="A", chosen={})
+    with pytest.raises(ConfigError, match="nothing is chosen for A yet"):
+        suite.tries_of("B")
+    assert suite.tries_of("A") == tries["A"]
+    slow, fast = (
+        replace(suite, chosen={"A": Choice(scores, (1, 1))}) for scores in (((2.0,), (1.0,)), ((1.0,), (2.0,)))
+    )
+    assert slow.tries_of("B") == tries["B"], "the suite's own"
+    wanted = [{"plan.lr": 0.1}, {"plan.lr": 0.1, "method.beta": 3.0}, {"plan.lr": 0.2}]
+    assert fast.tries_of("B") == wanted
+    assert (
+        replace(fast, chosen={**fast.chosen, "B": Choice(((1.0,), (2.0,), (1.0,)), (1, 1, 1))}).settings_chosen("B")
+        == wanted[1]
+    )
+    assert replace(fast, rate_of="").tries_of("B") == tries["B"]
 
 
 def test_both_takes_what_time_chose() -> None:
@@ -126,7 +148,14 @@ def test_a_newcomer_may_try_its_own_fields_and_the_two_free_keys_only(
 
 
 def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = suites.recipe_text("rank/digits-space").replace('against = "FedAvg"', 'against = "FedAvgg"')
-    monkeypatch.setattr(suites, "recipe_text", lambda name: text)
-    with pytest.raises(ConfigError, match="a row 'FedAvgg', which it does not have"):
-        load_suite("digits-space")
+    whole = suites.recipe_text("rank/digits-space")
+    for key, wrong, said in (
+        ('against = "FedAvg"', 'against = "FedAvgg"', "a row 'FedAvgg', which it does not have"),
+        ('rate = "FedAvg"', 'rate = "FedAvgg"', "a row 'FedAvgg', which it does not have"),
+        ('rate = "FedAvg"', 'lr = "FedAvg"', "must have column and rounds, also rate; or of"),
+    ):
+        text = whole.replace(key, wrong)
+        assert text != whole
+        monkeypatch.setattr(suites, "recipe_text", lambda name, text=text: text)
+        with pytest.raises(ConfigError, match=said):
+            load_suite("digits-space")

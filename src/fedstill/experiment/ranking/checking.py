@@ -132,7 +132,7 @@ def _other_files(entry: Entered, suite: Suite) -> str:
 
 
 def _other_settings(entry: Entered, suite: Suite) -> str:
-    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path()):
+    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
         tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
         suites = tomllib.loads(portable(run.settings.toml))
@@ -199,7 +199,7 @@ def _other_summaries(entry: Entered, suite: Suite) -> str:
 def _other_choice(entry: Entered, suite: Suite) -> str:
     if entry.choice is None:
         return f"{entry.row} has no scores of its tries" if entry.row in suite.tries else ""
-    tries = suite.tries.get(entry.row, ())
+    tries = suite.tries_of(entry.row) if entry.row in suite.tries else ()
     if [dict(t) for t in tries] != [dict(t) for t in entry.tries]:
         return f"its tries are not those of {suite.name}"
     best = dict(tries[entry.choice.best])
@@ -225,4 +225,4 @@ def _settings(entry: Entered, place: str) -> Settings:
     tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
     if entry.file:
         tree = {**tree, "method": {"name": "fedavg"}, "plan": {}}
-    return settle(from_tree(tree, {}, None))
+    return settle(from_tree(tree, {}, None), here=False)

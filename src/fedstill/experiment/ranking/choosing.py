@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fedstill.experiment.ranking.carried_out import Do, Ended, ended
@@ -10,11 +10,10 @@ from fedstill.experiment.ranking.choices import Choice
 from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, Suite
 
 
-def choices(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Iterator[tuple[str, Choice]]:
-    """What is chosen for each row, when its tries are done; the same call goes on where it was stopped."""
-    for row in rows:
-        trials = suite.trials(row, out)
-        yield row, choice_of(ended([run for one in trials for run in one], do), len(trials))
+def choice_for(suite: Suite, row: str, out: Path, do: Do) -> Choice:
+    """What is chosen for a row, when its tries are done; the same call goes on where it was stopped."""
+    trials = suite.trials(row, out)
+    return choice_of(ended([run for one in trials for run in one], do), len(trials))
 
 
 def choice_of(runs: Sequence[Ended], tries: int) -> Choice:

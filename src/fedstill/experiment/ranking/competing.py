@@ -13,7 +13,7 @@ from fedstill.errors import ConfigError, FedstillError
 from fedstill.experiment.config.named_tables import resolved_name
 from fedstill.experiment.ranking.carried_out import Do, Ended, ended
 from fedstill.experiment.ranking.choices import read_choice, write_choices
-from fedstill.experiment.ranking.choosing import choices
+from fedstill.experiment.ranking.choosing import choice_for
 from fedstill.experiment.ranking.entries import Entered, slug, write_entry
 from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.journal import read_journal, without_times
@@ -43,9 +43,13 @@ def suite_at(suite: Suite, out: Path) -> Suite:
 
 
 def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite:
-    """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen."""
+    """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen.
+
+    First the row whose learning rate the others have.
+    """
     suite = suite_at(suite, out)
-    for row, choice in choices(suite, rows, out / suite.name / "choosing", do):
+    for row in sorted(rows, key=lambda one: one != suite.rate_of):
+        choice = choice_for(suite, row, out / suite.name / "choosing", do)
         suite = replace(suite, chosen={**suite.chosen, row: choice})
         keep_choices(suite, out / suite.name / CHOSEN)
     return suite

@@ -72,6 +72,11 @@ class Entered:
         return self.folder / run_place(column, seed)
 
     @property
+    def sha(self) -> str:
+        """What tells it from another entry of the same row: the beginning of entry.toml's SHA-256."""
+        return digest((self.folder / ENTRY).read_bytes())[:16]
+
+    @property
     def told(self) -> dict[str, Any]:
         """What entry.toml says."""
         choice = {} if self.choice is None else {"tries": [dict(t) for t in self.tries], **self.choice.table}
@@ -131,7 +136,7 @@ def write_entry(suite: Suite, row: str, runs: Sequence[Ended], folder: Path, own
         row,
         suite.method(row)["name"] if own is None else own.name,
         suite.settings_chosen(row),
-        suite.tries.get(row, ()),
+        suite.tries_of(row) if row in suite.tries else (),
         suite.chosen.get(row),
         {**software(), "processor": processor(), "threads": 1, CPU: round(sum(o.score.seconds_cpu for o in runs), 3)},
         {path: digest(data) for path, data in files.items()},

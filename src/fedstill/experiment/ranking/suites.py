@@ -36,6 +36,9 @@ MOST_TRIES = 5
 
 KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
 
+CHOOSING = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
+"""What ``choosing`` says: whose choices are taken; or where fields are chosen, and whose learning rate all have."""
+
 FREE = ("plan.lr", "stream.head")
 """What a try may set beside its method's own fields."""
 
@@ -54,6 +57,7 @@ class Suite:
     0 of the gap; ``ceilings``: the rows at share 1, of which a column has one at most. ``against``: the row that
     differences are to.
     ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
+    ``rate_of``: the row whose chosen learning rate all others' tries have, where they set none; "": the suite's.
     ``chosen``: by row, what was.
     """
 
@@ -67,6 +71,7 @@ class Suite:
     ceilings: tuple[str, ...]
     column: str
     rounds: int
+    rate_of: str = ""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
 
     @property
@@ -108,7 +113,17 @@ class Suite:
             return {}
         if row not in self.chosen:
             raise ConfigError(f"{self.name}: nothing is chosen for {row} yet: fedstill rank choose {self.tier}")
-        return self.tries[row][self.chosen[row].best]
+        return self.tries_of(row)[self.chosen[row].best]
+
+    def tries_of(self, row: str) -> Sequence[Try]:
+        """What may be tried of a row, the learning rate of ``rate_of`` under it; ConfigError before that is chosen.
+
+        Else a row that tries learning rates would be compared with rows that could not.
+        """
+        if not self.rate_of or row == self.rate_of:
+            return self.tries[row]
+        rate = {key: value for key, value in self.settings_chosen(self.rate_of).items() if key == "plan.lr"}
+        return [{**rate, **one} for one in self.tries[row]]
 
     def runs(self, row: str, out: Path, seeds: Sequence[int] = TEST_SEEDS) -> list[Variant]:
         """The runs that are reported of a row: all its columns, all seeds."""
@@ -121,7 +136,7 @@ class Suite:
         fixed = {**size, "data.test_from": "held_out"}
         return [
             self.recipe.variants([(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}")
-            for number, one in enumerate(self.tries[row])
+            for number, one in enumerate(self.tries_of(row))
         ]
 
     def with_defaults(self, name: str, method: str) -> Suite:
@@ -180,16 +195,21 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     tries = {row: _few(row, [_dotted(name, row, one) for one in each]) for row, each in tree["tries"].items()}
     tier, _, track = name.partition("-")
     bounds, choosing = tree["bounds"], tree["choosing"]
+    if set(choosing) not in CHOOSING:
+        raise ConfigError(
+            f"suite {name}: choosing has {sorted(choosing)}, and must have column and rounds, also rate; or of"
+        )
     there = load_suite(choosing["of"]) if "of" in choosing else None
     column, rounds = (there.column, there.rounds) if there else (choosing["column"], choosing["rounds"])
-    named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"]]
+    rate_of = there.rate_of if there else choosing.get("rate", "")
+    named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"], *filter(None, [rate_of])]
     if strange := sorted(set(named) - set(recipe.rows)):
         raise ConfigError(f"suite {name}: it says something of a row {strange[0]!r}, which it does not have")
     if column not in recipe.columns and there is None:
         raise ConfigError(f"suite {name}: fields are chosen on {column!r}, which is none of its columns")
     chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
     ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
-    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, chosen)
+    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen)
 
 
 def _dotted(suite: str, row: str, one: Try) -> Try:
