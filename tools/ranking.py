@@ -16,7 +16,7 @@ from fedstill.experiment.run_directory.evidence import readable
 from fedstill.report.map_file import shipped_maps
 from fedstill.report.maps_shown import maps_text
 from fedstill.report.ranked import every_standing, rows_below
-from fedstill.report.ranking_files import run_lines, tables_text
+from fedstill.report.ranking_files import agreement_text, run_lines, tables_text
 from fedstill.report.ranking_page import HOW, INTERVALS, MEANS, copied_fields
 from fedstill.report.standings import Standings
 from fedstill.report.table_files import csv_text, markdown
@@ -68,7 +68,7 @@ def table_of_runs(every: Sequence[Standings]) -> str:
 
 def document(every: Sequence[Standings]) -> str:
     """The text of docs/ranking.md."""
-    parts = [HEAD]
+    parts = [HEAD, *agreement_text(every)]
     for one in every:
         fields = "\n\n".join(f"{p.row.name}:\n\n```toml\n{copied_fields(one, p.row.name)}```" for p in one.placed)
         title = f"## {one.suite.tier}, {one.suite.track}"

@@ -14,8 +14,16 @@ from scipy import stats
 
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.report.agreement import agreement_lines
 from fedstill.report.ranking_figures import label_sides
-from fedstill.report.ranking_files import rows_from, run_lines, standing_head, standing_lines, write_ranking_files
+from fedstill.report.ranking_files import (
+    agreement_text,
+    rows_from,
+    run_lines,
+    standing_head,
+    standing_lines,
+    write_ranking_files,
+)
 from fedstill.report.ranking_page import ranking_page
 from fedstill.report.standings import RankedRow, Standings, standings
 from fedstill.report.table_files import csv_text
@@ -139,16 +147,37 @@ def test_a_table_of_all_runs_is_read_back_as_it_was_written(one: Standings) -> N
     assert standing_lines(standings(one.suite, back)) == standing_lines(one)
 
 
-def test_tiers_that_agree_have_a_tau_of_one(one: Standings) -> None:
+@pytest.fixture(scope="module")
+def larger() -> Standings:
+    """The same methods in another tier, a little nearer to one another."""
     small = load_suite("small-space")
     means = {"FedAvg": 0.5, "FedProx": 0.52, "FedNTD": 0.8, "SCAFFOLD": 0.3}
-    other = standings(small, [row(small, n, m, i) for i, (n, m) in enumerate(means.items())])
-    text = ranking_page([one, other])
-    first, second = ({p.row.name: p.rank for p in s.placed} for s in (one, other))
+    return standings(small, [row(small, n, m, i) for i, (n, m) in enumerate(means.items())])
+
+
+def test_how_far_tiers_agree_is_the_tau_of_their_ranks(one: Standings, larger: Standings) -> None:
+    (line,) = agreement_lines([one, larger])
+    first, second = ({p.row.name: p.rank for p in s.placed} for s in (one, larger))
     names = sorted(first)
-    tau = stats.kendalltau([first[n] for n in names], [second[n] for n in names]).statistic
-    assert f"<td>4</td><td>{tau:.2f}</td>" in text
+    tau, p = stats.kendalltau([first[n] for n in names], [second[n] for n in names])
+    assert line[:5] == ["space", "digits and small", "4", f"{tau:.2f}", f"{p:.3f}"]
+    page = ranking_page([one, larger])
+    assert "".join(f"<td>{cell}</td>" for cell in line[1:]) in page
+    assert f"| {' | '.join(line)} |" in "".join(agreement_text([one, larger]))
+    assert agreement_lines([one]) == agreement_text([one]) == []
     assert "Do the tiers agree?" not in ranking_page([one])
+
+
+def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_order(one: Standings) -> None:
+    """Where FedNTD, the best of one tier, is the last of the other, each of its pairs has the other order there."""
+    small = load_suite("small-space")
+    means = {"FedAvg": 0.5, "FedNTD": 0.1, "SCAFFOLD": 0.3}
+    turned = standings(small, [row(small, n, m, i) for i, (n, m) in enumerate(means.items())])
+    assert not one.bars or all(set(bar) == {"FedAvg", "FedProx"} for bar in one.bars)
+    assert turned.bars == []
+    (line,) = agreement_lines([one, turned])
+    assert line[5:] == ["3", "3", "1"]
+    assert float(line[3]) == pytest.approx(-1 / 3, abs=0.005)
 
 
 def test_one_row_alone_has_a_table_and_no_intervals_against_itself() -> None:

@@ -15,6 +15,7 @@ from fedstill.experiment.ranking.scoring import NUMBERS, Score
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
 from fedstill.files import make_folder, write_whole
 from fedstill.metrics.ranks import Difference, nemenyi_width
+from fedstill.report import agreement
 from fedstill.report.standings import Placed, RankedRow, Standings
 from fedstill.report.summary import NONE
 from fedstill.report.table_files import csv_text, latex, markdown
@@ -182,12 +183,18 @@ def write_ranking_files(every: Sequence[Standings], folder: Path) -> list[Path]:
     texts = {
         "table.csv": csv_text(head, lines),
         "standings.csv": csv_text(listed[0], listed[1:]),
-        "table.md": "\n".join(f"## {s.suite.name}\n\n{tables_text(s)}" for s in every),
+        "table.md": "\n".join([*agreement_text(every), *(f"## {s.suite.name}\n\n{tables_text(s)}" for s in every)]),
         "table.tex": "\n".join(f"% {s.suite.name}\n{latex(standing_head(s), standing_lines(s))}" for s in every),
     }
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]
+
+
+def agreement_text(every: Sequence[Standings]) -> list[str]:
+    """A section in Markdown on how far the tiers agree; none where no track has two."""
+    lines = agreement.agreement_lines(every)
+    return [f"## {agreement.TITLE}\n\n{agreement.MEANS}\n\n{markdown(agreement.HEAD, lines)}"] if lines else []
 
 
 def tables_text(standings: Standings) -> str:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
-from scipy.stats import kendalltau
 
-from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS, TIERS, TRACKS
+from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS
 from fedstill.experiment.ranking.where import Grid
 from fedstill.files import make_folder, write_whole
+from fedstill.report import agreement
 from fedstill.report.maps_shown import maps_section
 from fedstill.report.markup import Html, escape, figure, folded, grid, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.ranking_figures import rank_figure, scatter, task_matrix
 from fedstill.report.ranking_files import about, cell_lines, joined, standing_head, standing_lines
 from fedstill.report.standings import Standings
-from fedstill.report.summary import NONE
 
 AGREEMENT = "agreement"
 """The section on how far tiers agree; the others have their suites' names."""
@@ -57,7 +55,7 @@ def write_ranking_page(every: Sequence[Standings], out: Path, maps: Mapping[str,
 def ranking_page(every: Sequence[Standings], maps: Mapping[str, Grid] | None = None) -> str:
     """The page as text."""
     head = f"<header><h1>{escape(TITLE)}</h1></header>"
-    parts = [Html(head), *map(sentence, (MEANS, HOW, INTERVALS)), *agreement(every), *map(_section, every)]
+    parts = [Html(head), *map(sentence, (MEANS, HOW, INTERVALS)), *_agreement(every), *map(_section, every)]
     parts += [] if maps is None else [maps_section(maps)]
     return document(TITLE, "\n".join(part.text for part in parts))
 
@@ -114,24 +112,7 @@ def copied_fields(one: Standings, name: str) -> str:
     return tomli_w.dumps(tree)
 
 
-def agreement(every: Sequence[Standings]) -> Iterator[Html]:
-    """How far the tiers agree on a track: Kendall's tau of the mean ranks of the methods that both have."""
-    lines = []
-    for track in TRACKS:
-        tiers = [one for one in every if one.suite.track == track and one.suite.tier in TIERS and one.placed]
-        if len(tiers) > 1:
-            first, second = ({p.row.name: p.rank for p in one.placed} for one in tiers[:2])
-            both = sorted(first.keys() & second.keys())
-            if len(both) < 2:
-                continue
-            tau, p = kendalltau([first[n] for n in both], [second[n] for n in both])
-            names = f"{tiers[0].suite.tier} and {tiers[1].suite.tier}"
-            lines.append([track, names, str(len(both)), *_shown(tau, p)])
-    if lines:
-        head = ["track", "tiers", "methods in both", "Kendall's tau", "p"]
-        yield section("Do the tiers agree?", html_table(head, lines, "numbers"), name=AGREEMENT)
-
-
-def _shown(tau: float, p: float) -> tuple[str, str]:
-    """Kendall's tau and its p; a dash where all ranks of a tier are alike."""
-    return (NONE, NONE) if math.isnan(tau) else (f"{tau:.2f}", f"{p:.3f}")
+def _agreement(every: Sequence[Standings]) -> Iterator[Html]:
+    if lines := agreement.agreement_lines(every):
+        table = html_table(agreement.HEAD, lines, "numbers")
+        yield section(agreement.TITLE, sentence(agreement.MEANS), table, name=AGREEMENT)
