@@ -18,6 +18,7 @@ from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.metrics import tasks as over
+from fedstill.models.contract import Predictor
 from fedstill.records import Stage
 from fedstill.report.run_matrix import run_matrices
 from run_bits import StopAfter, assert_same_bits, bits, stopped
@@ -155,6 +156,19 @@ def test_the_matrix_of_a_run_and_its_numbers(tmp_path: Path) -> None:
     assert result.summary["backward_transfer"] == -summary["average_forgetting"]
     assert len(ends[1]["clients"]) == 6
     assert events[0]["stream"]["first_rounds"] == [1, 3]
+
+
+def test_a_round_passes_over_the_test_set_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, call, blobs = [], Predictor.__call__, toys.blobs()
+
+    def counted(self: Predictor, x: torch.Tensor) -> torch.Tensor:
+        passed.append(len(x))
+        return call(self, x)
+
+    monkeypatch.setattr(Predictor, "__call__", counted)
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]]}
+    run(toys.toy(rounds=4, partition=IID, stream=stream, measure=()), tmp_path / "run", blobs)
+    assert passed.count(len(blobs.test)) == 2 + 4, "twice before round 1: among all classes, and the row of no task"
 
 
 def test_domains_have_a_test_set_each(tmp_path: Path) -> None:

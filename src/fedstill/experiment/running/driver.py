@@ -98,8 +98,8 @@ class Driver:
         split = self.measuring.dealt_out
         told = self._told() | ({"split": write_split(self.folder, split)} if split else {})
         self.journal.write("start", seconds_since_1970=time.time(), **told)
-        self.journal.write("initial", **self.measuring.initial(self._predictors(state)))
-        self._task_end(0, state)
+        self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
+        self._task_end(0, asked)
         if summed is not None:
             self._append(summed.stage, summed.replies, summed.refused, summed.downs)
         if "label_counts" in self.method.requires():
@@ -160,9 +160,9 @@ class Driver:
             state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)
-            event = self.measuring.round(state.round - 1, self._predictors(state), training, saving)
+            event = self.measuring.round(state.round - 1, asked := self._predictors(state), training, saving)
             self.journal.write("round", **event)
-            self._task_end(state.round - 1, state)
+            self._task_end(state.round - 1, asked)
             self.watch.round(event, last)
             if self.on_round is not None:
                 self.on_round(dict(event))
@@ -207,8 +207,8 @@ class Driver:
         self._append(stage, replies, refused, downs)
         self.journal.sync()
 
-    def _task_end(self, round: int, state: State) -> None:
-        if self.measuring.tasks.on and (event := self.measuring.tasks.event(round, self._predictors(state))):
+    def _task_end(self, round: int, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+        if event := self.measuring.tasks.event(round, predictors):
             self.journal.append(event)
 
     def _append(

@@ -13,7 +13,9 @@ from fedstill.data.dealt_out import DealtOut
 from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
-from fedstill.records import ModelSpec
+from fedstill.records import Examples, ModelSpec
+
+Counting = Callable[[Callable[[Tensor], Tensor], Examples], Tensor]
 
 
 def images_by_class(sites: SiteViews, classes: int) -> list[int]:
@@ -45,18 +47,24 @@ def of_some_clients(name: str) -> bool:
     return name.rpartition(" ")[2].isdecimal()
 
 
-def evaluated(predictors: Mapping[str, Callable[[Tensor], Tensor]], sites: SiteViews, classes: int) -> dict[str, Any]:
+def evaluated(
+    predictors: Mapping[str, Callable[[Tensor], Tensor]],
+    sites: SiteViews,
+    classes: int,
+    right_of: Counting | None = None,
+) -> dict[str, Any]:
     """``accuracy`` and ``class_accuracy`` (C,) of the first predictor, those of further ones by name in ``others``.
 
-    Models of some clients ("client 3", "cluster 0") all stand in ``others``: none of them is the federation's. None
-    where there is no test set, or no test image of a class.
+    right_of: counts a predictor's right answers by class; unset, in a pass of its own. Models of some clients
+    ("client 3", "cluster 0") all stand in ``others``: none of them is the federation's. None where there is no test
+    set, or no test image of a class.
     """
     test, totals = sites.common_test, images_by_class(sites, classes)
     if test is None or not predictors:
         return {"accuracy": None, "class_accuracy": [None] * classes}
     each = {}
     for name, predict in predictors.items():
-        right = correct_by_class(predict, test, sites.inputs, classes)
+        right = right_of(predict, test) if right_of else correct_by_class(predict, test, sites.inputs, classes)
         by_class = [r / t if t else None for r, t in zip(right.tolist(), totals, strict=True)]
         each[name] = {"accuracy": int(right.sum()) / sum(totals), "class_accuracy": by_class}
     first, *others = each

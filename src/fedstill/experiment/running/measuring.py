@@ -143,7 +143,8 @@ class Measuring:
         """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
         began = time.perf_counter()
         replies, self._replies = self._replies, []
-        measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
+        of_tasks = self.tasks.of_round(round, predictors)  # its pass over the test set is the one that is evaluated
+        measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
         before, classes = self._before, measured["class_accuracy"]
         event = {
             "round": round,
@@ -154,7 +155,7 @@ class Measuring:
             **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
             **self.own_tests.round(predictors),
-            **self.tasks.of_round(round, predictors),
+            **of_tasks,
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.passes import shards
+from fedstill.engines.passes import correct_by_class, shards
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.site_rows import SiteRows, mean_row
 from fedstill.metrics import tasks as over
 from fedstill.records import Examples
 from fedstill.stream import OFF
 
-Predictors = Mapping[str, Callable[[Tensor], Tensor]]
+Predict = Callable[[Tensor], Tensor]
+Predictors = Mapping[str, Predict]
 
 MOST_CLIENTS = 1000
 """With more clients than these, the event of a task's end has no row for each."""
@@ -33,6 +34,7 @@ class TaskEnds:
     def __post_init__(self) -> None:
         self.said = SiteRows(self.prepared.settings.method.personal)
         self.at_sites = self.prepared.settings.on_tasks
+        self._last: tuple[Predict, Examples, Sequence[int], tuple[Tensor, Tensor]] | None = None  # the last pass
 
     @property
     def on(self) -> bool:
@@ -142,7 +144,7 @@ class TaskEnds:
                 counts[client, t] = torch.bincount(labels[own], minlength=world.classes)
         return counts
 
-    def _correct(self, predict: Callable[[Tensor], Tensor], task: int) -> Tensor:
+    def _correct(self, predict: Predict, task: int) -> Tensor:
         """Right answers by test set and class (tests, C): among the classes seen, or all for those to come."""
         stream = self.prepared.world.stream
         seen = list(stream.seen(task)) if task >= 0 else []
@@ -158,8 +160,19 @@ class TaskEnds:
         mask[list(seen)] = True
         return mask
 
-    def _right(self, predict: Callable[[Tensor], Tensor], test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Right answers by class (C,) with the likeliest of the classes seen, and of all; one pass."""
+    def right_of_all(self, predict: Predict, test: Examples) -> Tensor:
+        """Right answers by class (C,), of the last pass if it was that predictor's over that test set."""
+        if self._last and predict is self._last[0] and test is self._last[1]:
+            return self._last[3][1]
+        return correct_by_class(predict, test, self.prepared.sites.inputs, self.prepared.world.classes)
+
+    def _right(self, predict: Predict, test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Right answers by class (C,) with the likeliest of the classes seen, and of all; the last pass is kept."""
+        if not (self._last and predict is self._last[0] and test is self._last[1] and seen == self._last[2]):
+            self._last = (predict, test, seen, self._passed(predict, test, seen))
+        return self._last[3]
+
+    def _passed(self, predict: Predict, test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
         classes, start = self.prepared.world.classes, 0
         right = torch.zeros(2, classes, dtype=torch.int64, device=test.labels.device)
         on = self._mask(seen or range(classes)).to(test.labels.device)
@@ -212,7 +225,7 @@ def _weighed(accuracy: Tensor, counts: Tensor) -> Tensor:
     return (known @ accuracy.nan_to_num()) / known.sum(1)
 
 
-def _first(predictors: Predictors) -> Callable[[Tensor], Tensor] | None:
+def _first(predictors: Predictors) -> Predict | None:
     """The federation's own predictor; None where models are single clients'."""
     name = next(iter(predictors), "client ")
     return None if name.startswith("client ") else predictors[name]
