@@ -14,7 +14,12 @@ from pathlib import Path
 
 import pytest
 
+import toys
+from fedstill.experiment.comparing import compare
 from fedstill.experiment.comparing.stopping import deaf
+from fedstill.experiment.comparing.variants import variants
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.running.runner import run
 
 CONFIG = "rounds = 100000\nmeasure = []\ntopology = { clients = 4 }\nplan = { epochs = 1 }\n"
 
@@ -167,3 +172,17 @@ def _wait(done: Callable[[], bool], seconds: float = 90, every: float = 0.1) -> 
     while not done():
         assert time.monotonic() < end, "it took too long"
         time.sleep(every)
+
+
+def test_a_comparison_whose_runs_are_all_finished_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(toys.SMALL)
+    (one,) = variants(load(tmp_path / "small.toml"), tmp_path / "all", seeds=(1,))
+    result = run(one.experiment, one.folder)
+    monkeypatch.setattr(compare, "_workers", None)
+    seen: list[str] = []
+    (outcome,) = compare.carry_out_runs([one], 1, lambda outcomes: seen.extend(o.state for o in outcomes))
+    assert (outcome.state, outcome.exit_code, outcome.done) == ("finished", 0, one.settings.rounds)
+    assert outcome.accuracy == result.accuracy
+    assert seen == ["finished"], "whoever watches is told"

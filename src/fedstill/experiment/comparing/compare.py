@@ -86,7 +86,9 @@ def carry_out_runs(
     for outcome in outcomes:
         make_way(outcome.variant, overwrite)
     wanted(track)
-    waiting = list(outcomes)
+    if not (waiting := [o for o in outcomes if not _finished(o, track)]):
+        watch(outcomes)
+        return outcomes
     context = multiprocessing.get_context("forkserver")
     with Asked(context.Event()) as asked, _workers(jobs, context, asked) as pool:
         running, broken = dict[Future[Answer], Outcome](), False
@@ -143,6 +145,15 @@ KILLED: Answer = (
 )
 
 
+def _finished(outcome: Outcome, track: Sequence[str]) -> bool:
+    """Whether there is nothing to do for a run; that of one with trackers is to send them what they lack."""
+    if track or not (outcome.variant.folder / "summary.json").is_file():
+        return False
+    outcome.state = "finished"
+    outcome.follow()
+    return True
+
+
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
     """The first that does not wait for another run; None if all do."""
     open_ = {o.variant.folder for o in outcomes if o.state in ("waiting", "running")}
@@ -155,8 +166,6 @@ def _do(
     """Carry out one run, or go on with it; one that is damaged is begun anew if it may be overwritten."""
     from fedstill.experiment.running import runner
 
-    if (folder / "summary.json").is_file() and not track:
-        return DONE
     os.environ[WORKERS] = workers
     try:
         with StopsWhenAsked().hearing() as watch:
