@@ -80,7 +80,7 @@ def rank_run(
 
     for suite in suites_of(tier, track):
         chosen = competing.suite_at(suite, out)
-        rows = [suite.row_named(name) for name in methods] or list(suite.recipe.rows)
+        rows = suite.rows_named(methods) or list(suite.recipe.rows)
         for row in rows:
             chosen.settings_chosen(row)  # refuses now what was not chosen yet
         with doing(out / suite.name, jobs, quiet) as do:
@@ -120,7 +120,7 @@ def rank_choose(
     from fedstill.report.ranking_files import choice_lines
 
     for suite in (s for s in suites_of(tier, track) if s.track != "both"):
-        rows = [suite.row_named(name) for name in methods] or suite.competing
+        rows = suite.rows_named(methods) or suite.competing
         with doing(out / suite.name, jobs, quiet) as do:
             chosen = competing.choose_fields(suite, rows, out, do)
         print(suite.recipe.paper)

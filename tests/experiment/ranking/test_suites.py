@@ -123,6 +123,9 @@ def test_names_that_are_none_are_refused() -> None:
     suite = load_suite("digits-space")
     assert suite.row_named("fedntd") == suite.row_named("FEDNTD") == "FedNTD"
     assert suite.row_named("fedavg_asd") == "ASD"
+    time = load_suite("digits-time")
+    assert time.rows_named(["replay", "20", "FedNTD"]) == ["replay, 20", "FedNTD"], "a name may hold a comma"
+    assert time.rows_named(["fedavg", "replay"]) == ["FedAvg", "replay"]
     with pytest.raises(UnknownName, match="FedNTD"):
         suite.row_named("fedntdd")
 

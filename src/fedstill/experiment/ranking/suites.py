@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -96,11 +97,24 @@ class Suite:
 
     def row_named(self, name: str) -> str:
         """A row by its name in any case, or by its method's; raises UnknownName."""
-        like = {row.lower(): row for row in self.recipe.rows}
-        like |= {self.method(row)["name"]: row for row in reversed(self.competing)}
-        if name.lower() not in like:
+        if name.lower() not in self._rows_by_name:
             raise UnknownName("row", name, self.recipe.rows, where=self.name)
-        return like[name.lower()]
+        return self._rows_by_name[name.lower()]
+
+    def rows_named(self, names: Sequence[str]) -> list[str]:
+        """Rows by what people call them, from a list cut at its commas, which a row's name may hold; UnknownName."""
+        rows, left = [], list(names)
+        while left:
+            held = (n for n in range(len(left), 1, -1) if ", ".join(left[:n]).lower() in self._rows_by_name)
+            many = next(held, 1)
+            rows.append(self.row_named(", ".join(left[:many])))
+            left = left[many:]
+        return rows
+
+    @cached_property
+    def _rows_by_name(self) -> dict[str, str]:
+        like = {row.lower(): row for row in self.recipe.rows}
+        return like | {self.method(row)["name"]: row for row in reversed(self.competing)}
 
     def method(self, row: str) -> dict[str, Any]:
         """A row's method and the fields that it sets."""
