@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.report.agreement import agreement_lines
 from fedstill.report.ranking_figures import label_sides
 from fedstill.report.ranking_files import (
+    about,
     agreement_text,
     rows_from,
     run_lines,
@@ -47,12 +50,29 @@ def row(suite: Suite, name: str, mean: float, seed: int, **more: object) -> Rank
 
 
 @pytest.fixture(scope="module")
-def one() -> Standings:
+def suite_rows() -> list[RankedRow]:
     suite = load_suite(NAME)
     means = {"FedAvg": 0.5, "FedProx": 0.52, "FedNTD": 0.8, "SCAFFOLD": 0.3, "joint": 0.95}
     diverged = {("two shards", 3): "round 7: not finite"}
-    rows = [row(suite, n, m, i, diverged=diverged if n == "SCAFFOLD" else {}) for i, (n, m) in enumerate(means.items())]
-    return standings(suite, rows)
+    return [row(suite, n, m, i, diverged=diverged if n == "SCAFFOLD" else {}) for i, (n, m) in enumerate(means.items())]
+
+
+@pytest.fixture(scope="module")
+def one(suite_rows: list[RankedRow]) -> Standings:
+    return standings(load_suite(NAME), suite_rows)
+
+
+def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(suite_rows: list[RankedRow]) -> None:
+    suite = load_suite(NAME)
+    same = standings(suite, [replace(r, processor="A (AVX2)") for r in suite_rows])
+    assert about(same).endswith(" Made on A (AVX2).")
+    assert not any(math.isnan(p.cpu) for p in same.placed)
+    other = {"FedNTD": "B (AVX512)", "joint": ""}
+    mixed = standings(suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows])
+    assert "Made on A (AVX2); on B (AVX512): FedNTD; on one that is not known: joint." in about(mixed)
+    assert [p.row.name for p in mixed.placed if math.isnan(p.cpu)] == ["FedNTD"]
+    read = rows_from(csv_text(*run_lines([mixed])))[NAME]
+    assert {r.name: r.processor for r in read} == {r.name: r.processor for r in mixed.rows}
 
 
 def numbers(text: str) -> list[str]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.carried_out import Do
 from fedstill.experiment.ranking.checking import checked_entry, suite_of
-from fedstill.experiment.ranking.entries import processor, read_entry
+from fedstill.experiment.ranking.entries import read_entry
 from fedstill.experiment.ranking.replaying import drawn_places, reached, replayed
+from fedstill.experiment.running.provenance import processor
 from fedstill.report.ranked import note_level
 
 

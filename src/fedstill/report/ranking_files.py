@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -115,6 +115,7 @@ def run_lines(every: Sequence[Standings]) -> tuple[list[str], list[list[str]]]:
         "tasks",
         "diverged",
         "replayed",
+        "processor",
     ]
     lines = []
     for one in every:
@@ -124,7 +125,7 @@ def run_lines(every: Sequence[Standings]) -> tuple[list[str], list[list[str]]]:
             for (column, seed), score in row.scores.items():
                 numbers = ["" if v != v else repr(v) for v in score.table.values()]
                 own, why = row.tasks.get((column, seed)), row.diverged.get((column, seed), "")
-                told = [json.dumps(own) if own else "", why, row.status]
+                told = [json.dumps(own) if own else "", why, row.status, row.processor]
                 lines.append([*where, column, str(seed), *numbers, *told])
     return head, lines
 
@@ -142,7 +143,8 @@ def rows_from(text: str) -> dict[str, list[RankedRow]]:
             diverged = {run: line["diverged"] for run, line in of.items() if line["diverged"]}
             tasks = {run: json.loads(line["tasks"]) for run, line in of.items() if line["tasks"]}
             fields, tries, status = (lines[0][key] for key in ("fields", "tries", "replayed"))
-            row = RankedRow(name, scores, json.loads(fields), int(tries), diverged, status, tasks)
+            made_on = lines[0]["processor"]
+            row = RankedRow(name, scores, json.loads(fields), int(tries), diverged, status, tasks, made_on)
             suites.setdefault(suite, []).append(row)
         return suites
     except (KeyError, ValueError, TypeError) as error:
@@ -161,13 +163,26 @@ def choice_lines(suite: Suite, rows: Sequence[str]) -> tuple[list[str], list[lis
 
 
 def about(standings: Standings) -> str:
-    """What the intervals of a suite's table are, how wide Nemenyi's would be, and whose learning rate tries have."""
+    """How many methods and blocks, how wide Nemenyi's intervals would be, whose learning rate tries have, and where
+    the rows were made."""
     s, many = standings, len(standings.placed)
     wide = f"; Nemenyi's width is {nemenyi_width(many, s.blocks):.2f} ranks" if many > 1 else ""
     n = len(s.columns)
     columns = f"{n} column{'s' * (n > 1)} × {len(TEST_SEEDS)} seeds"
     rate = f" A try that sets no learning rate has the one that {s.suite.rate_of} chose." if s.suite.rate_of else ""
-    return f"{many} methods, {columns}{wide}.{rate}"
+    return f"{many} methods, {columns}{wide}.{rate}{_made_on(s.processors)}"
+
+
+def _made_on(processors: Mapping[str, Sequence[str]]) -> str:
+    """A sentence on the processors, and which rows are not of the usual one."""
+    (usual, _), *others = processors.items()
+    if not others:
+        return f" Made on {usual}." if usual else ""
+    each = "; ".join(f"on {name or 'one that is not known'}: {', '.join(rows)}" for name, rows in others)
+    return (
+        f" Made on {usual or 'a processor that is not known'}; {each}. Processors round differently, which can change a"
+        " run as much as another seed does; CPU seconds are compared on one of them only."
+    )
 
 
 def joined(standings: Standings) -> list[str]:

@@ -29,7 +29,7 @@ class RankedRow:
 
     ``fields``: what was chosen over the suite's settings, of ``tries`` configurations. ``diverged``: why, by run.
     ``tasks``: by run, the accuracy on each task at each task's end (T, T), where there are tasks.
-    ``status``: how near a replay came.
+    ``status``: how near a replay came. ``processor``: what the runs were made on.
     """
 
     name: str
@@ -39,6 +39,7 @@ class RankedRow:
     diverged: Mapping[tuple[str, int], str] = field(default_factory=dict)
     status: str = NOT_REPLAYED
     tasks: Mapping[tuple[str, int], Sequence[Sequence[float]]] = field(default_factory=dict)
+    processor: str = ""
 
     def column(self, column: str, number: str = "accuracy") -> dict[int, float]:
         """A number by seed."""
@@ -55,7 +56,8 @@ class Placed:
     """A row's place: numbers over all columns. Intervals are those of ``metrics.ranks.interval``, 95 of 100.
 
     ``apart``: the mean difference to the row that differences are to, with its interval and Holm's p; None for that
-    row itself. ``share``: of the gap between floor and ceiling, the mean over columns that have both.
+    row itself. ``share``: of the gap between floor and ceiling, the mean over columns that have both. ``cpu``: over
+    FedAvg's; NaN where that was made on another processor.
     """
 
     row: RankedRow
@@ -99,6 +101,12 @@ class Standings:
         """Columns times seeds."""
         return len(self.columns) * len(TEST_SEEDS)
 
+    @property
+    def processors(self) -> dict[str, list[str]]:
+        """The rows that were made on each processor; the one with the most rows comes first."""
+        of = {row.processor: [r.name for r in self.rows if r.processor == row.processor] for row in self.rows}
+        return dict(sorted(of.items(), key=lambda each: -len(each[1])))
+
     def cell(self, row: RankedRow, column: str, number: str = "accuracy") -> Spread | None:
         """Mean and sample standard deviation over seeds of a cell."""
         return spread([v for v in row.column(column, number).values() if not math.isnan(v)])
@@ -120,7 +128,8 @@ def row_of(entry: Entered, suite: Suite, status: str = NOT_REPLAYED) -> RankedRo
     diverged = {(c, s): entry.diverged[run_place(c, s)] for c, s in scores if run_place(c, s) in entry.diverged}
     ends = {(c, s): task_rows(events_of(entry.run(c, s) / "journal.jsonl")) for c, s in scores}
     tasks = {run: [[round(v, DIGITS) for v in row] for row in own] for run, own in ends.items() if own}
-    return RankedRow(entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks)
+    made_on = str(entry.made.get("processor", ""))
+    return RankedRow(entry.row, scores, entry.fields, len(entry.tries), diverged, status, tasks, made_on)
 
 
 def standings(suite: Suite, rows: Sequence[RankedRow]) -> Standings:
@@ -149,8 +158,7 @@ def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> lis
     by_rank = over.ranks(scores)
     means, columns = by_rank.mean(axis=(1, 2)), bare.columns
     order = sorted(range(len(ranked)), key=lambda i: (means[i], ranked[i].name))
-    cpu = [row.mean("seconds_cpu", columns) for row in ranked]
-    floor = next((i for i, row in enumerate(ranked) if row.name == "FedAvg"), base)
+    floor = next((row for row in ranked if row.name == "FedAvg"), None if base is None else ranked[base])
     holm = [next(adjusted) if a else math.nan for a in apart]
     wins = [[over.win_rate(own, other) for j, other in enumerate(scores) if j != i] for i, own in enumerate(scores)]
     return [
@@ -166,11 +174,18 @@ def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> lis
             holm[i],
             _share(bare, ranked, i),
             float(np.mean(wins[i])) if wins[i] else math.nan,
-            cpu[i] / cpu[floor] if floor is not None and cpu[floor] else math.nan,
+            _cpu(ranked[i], floor, columns),
             ranked[i].mean("sent", columns),
         )
         for place, i in enumerate(order)
     ]
+
+
+def _cpu(row: RankedRow, floor: RankedRow | None, columns: Sequence[str]) -> float:
+    """CPU seconds over the floor's; NaN without one, and where it was made on another processor."""
+    if floor is None or floor.processor != row.processor or not (least := floor.mean("seconds_cpu", columns)):
+        return math.nan
+    return row.mean("seconds_cpu", columns) / least
 
 
 def _kept(row: RankedRow, columns: Sequence[str]) -> float:

@@ -266,6 +266,33 @@ def test_rounding_grows_with_the_steps_that_a_client_has_done(
     assert compared("x", tmp_path / "theirs", tmp_path / "ours").level == level
 
 
+@pytest.mark.parametrize(
+    ("strays", "clients", "accuracy", "level"),
+    [
+        (1, 5, 0.5, "tolerance"),
+        (2, 5, 0.5, "disagrees"),
+        (1, 4, 0.5, "disagrees"),
+        (4, 20, 0.5, "tolerance"),
+        (1, 5, 0.6, "tolerance"),
+        (0, 5, 0.6, "disagrees"),
+    ],
+)
+def test_the_losses_of_few_clients_may_be_further_apart(
+    strays: int, clients: int, accuracy: float, level: str, tmp_path: Path
+) -> None:
+    """Training of single clients can be unstable; what follows is then as another seed's."""
+    for name, more, last in (("theirs", 0.0, 0.5), ("ours", 0.06, accuracy)):
+        lines: list[dict[str, Any]] = [{"event": "start", "classes": ["a", "b"], "test_counts": [50, 50]}]
+        for c in range(clients):
+            loss = {"ce": 0.4 + more * (c < strays)}
+            lines.append({"event": "client", "round": 1, "client": c, "steps": 20, "loss": loss})
+        lines.append({"event": "round", "round": 1, "accuracy": last})
+        lines.append({"event": "round", "round": 2, "accuracy": last})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert compared("x", tmp_path / "theirs", tmp_path / "ours").level == level
+
+
 def test_the_score_of_a_whole_run_is_as_far_away_as_another_seed_at_most(entry: Entered) -> None:
     """Other last digits in round 1 make it a run of another machine; what its rounds say of classes is edited."""
     path = entry.run("even", 0) / "journal.jsonl"

@@ -13,7 +13,6 @@ An entry from elsewhere is data: it is read with limits, and nothing in it is ex
 from __future__ import annotations
 
 import json
-import platform
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.journal import without_times
 from fedstill.experiment.run_directory.split_file import SPLIT
-from fedstill.experiment.running.provenance import software
+from fedstill.experiment.running.provenance import processor, software
 from fedstill.files import digest, make_folder, write_whole
 
 ENTRY = "entry.toml"
@@ -231,16 +230,6 @@ def entries_below(folder: Path) -> list[Path]:
     below = [p.parent for p in sorted(there.rglob(ENTRY))]
     packs = [readable(p) for p in sorted(there.glob("*.runs.tar.xz"))] if there.is_dir() else []
     return below + [p.parent for pack in packs for p in sorted(pack.rglob(ENTRY))]
-
-
-def processor() -> str:
-    """The name of this machine's processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
 
 
 def _of(tree: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -37,6 +37,17 @@ def software() -> dict[str, str]:
     }
 
 
+def processor() -> str:
+    """The processor's name, and the vector instructions that torch takes of it: many machines hide the model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(named, "") or platform.processor() or platform.machine()
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+
+
 def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
     """Fields of the event ``start``: versions, SHA-256 of files that the config names, and what was taken of a model
     that fits in parts only, of which there is a warning too.
