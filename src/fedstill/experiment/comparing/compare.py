@@ -86,7 +86,8 @@ def carry_out_runs(
     for outcome in outcomes:
         make_way(outcome.variant, overwrite)
     wanted(track)
-    if not (waiting := [o for o in outcomes if not _finished(o, track)]):
+    _leave_alone([o for o in outcomes if not track and (o.variant.folder / "summary.json").is_file()])
+    if not (waiting := [o for o in outcomes if o.state == "waiting"]):
         watch(outcomes)
         return outcomes
     context = multiprocessing.get_context("forkserver")
@@ -145,13 +146,11 @@ KILLED: Answer = (
 )
 
 
-def _finished(outcome: Outcome, track: Sequence[str]) -> bool:
-    """Whether there is nothing to do for a run; that of one with trackers is to send them what they lack."""
-    if track or not (outcome.variant.folder / "summary.json").is_file():
-        return False
-    outcome.state = "finished"
-    outcome.follow()
-    return True
+def _leave_alone(finished: Sequence[Outcome]) -> None:
+    """Note of runs that are finished, of which there is nothing to do, how far they came."""
+    for outcome in finished:
+        outcome.state = "finished"
+        outcome.follow()
 
 
 def _next(waiting: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome | None:
