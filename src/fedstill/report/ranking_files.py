@@ -181,7 +181,7 @@ def _made_on(processors: Mapping[str, Sequence[str]]) -> str:
     each = "; ".join(f"on {name or 'one that is not known'}: {', '.join(rows)}" for name, rows in others)
     return (
         f" Made on {usual or 'a processor that is not known'}; {each}. Processors round differently, which can change a"
-        " run as much as another seed does; CPU seconds are compared on one of them only."
+        " run as much as another seed does. CPU seconds are compared only with FedAvg's on the same processor."
     )
 
 
