@@ -60,6 +60,10 @@ class DataError(ConfigError):
     """Data that are absent, damaged, or not what their name promises."""
 
 
+class DataAbsent(DataError):
+    """A named data set that is not on this machine, and cannot be had from here."""
+
+
 class InfeasiblePartition(ConfigError):
     """A split that these labels and parameters cannot give."""
 

@@ -12,9 +12,10 @@ import pytest
 
 import tiny_ranking
 from fedstill.cli import call
+from fedstill.errors import DataAbsent
 from fedstill.experiment.comparing.compare import Outcome
 from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking import suites, where
+from fedstill.experiment.ranking import checking, suites, where
 from fedstill.report import map_file, ranked, side_by_side
 
 FEW = """
@@ -105,6 +106,24 @@ def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.Capt
     assert "left out: fedntd: files are those of entry.toml" in capsys.readouterr().err
     rows = csv.DictReader(io.StringIO((tmp_path / "page" / "table.csv").read_text()))
     assert {r["method"] for r in rows} == {"FedAvg"}
+
+
+def test_an_entry_whose_data_are_not_here_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"]) == 0
+
+    def absent(*_: object, **__: object) -> None:
+        raise DataAbsent("dataset 'digits' is not here: FEDSTILL_DATA is not set")
+
+    monkeypatch.setattr(checking, "read_data", absent)
+    capsys.readouterr()
+    assert call(["rank", "check", "out/entries/digits-space/fedavg"]) == 0
+    assert "  not seen splits, tasks and clients of rounds are what is drawn here: dataset" in capsys.readouterr().out
+    assert call(["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1"]) == 1
+    said = capsys.readouterr().out
+    assert "REFUSED" not in said
+    assert said.endswith("  not replayed here: its data are missing\n")
 
 
 def test_choose_prints_what_it_chose_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,8 @@ def rank_check(
 ) -> int:
     """Check entries: settings, completeness, digests, sums, the choice, and what is drawn here; run nothing of them.
 
-    Exit code 1 where one is not as it should be. With --replay the method's own file is executed, if it has one.
+    Exit code 1 where one is not as it should be, or cannot be replayed as its data are not here. With --replay the
+    method's own file is executed, if it has one.
 
     Args:
         entries: Folders of entries, or folders or packs with entries below them.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.carried_out import Do
-from fedstill.experiment.ranking.checking import checked_entry, suite_of
+from fedstill.experiment.ranking.checking import Finding, checked_entry, suite_of
 from fedstill.experiment.ranking.entries import read_entry
 from fedstill.experiment.ranking.replaying import drawn_places, reached, replayed
 from fedstill.experiment.running.provenance import processor
@@ -24,12 +24,15 @@ def check_one(
     except CorruptFile as error:
         yield f"  REFUSED  {error}", False
         return
-    good = True
+    lines = []
     for line in checked_entry(entry):
-        good &= line.good
-        said = f": {line.wrong}" if line.wrong else ""
-        yield f"  {'ok      ' if line.good else 'REFUSED '} {line.what}{said}", line.good
-    if not replay or not good:
+        lines.append(line)
+        state, said = _said(line)
+        yield f"  {state:8} {line.what}{f': {said}' if said else ''}", line.good
+    if not replay or not all(line.good for line in lines):
+        return
+    if any(line.absent for line in lines):
+        yield "  not replayed here: its data are missing", False
         return
     if entry.file:
         yield f"  executing {entry.folder / entry.file}, which came with the entry", True
@@ -41,3 +44,9 @@ def check_one(
     if note is not None:
         note_level(note, entry, level, processor())
     yield f"  replayed here: {level}", level != "disagrees"
+
+
+def _said(line: Finding) -> tuple[str, str]:
+    if line.absent:
+        return "not seen", line.absent
+    return ("ok", "") if line.good else ("REFUSED", line.wrong)

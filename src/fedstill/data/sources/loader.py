@@ -28,7 +28,7 @@ from fedstill.data.sources.limits import in_one_line
 from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
-from fedstill.errors import ConfigError, DataError, FedstillError, UnknownName
+from fedstill.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
 from fedstill.files import short_name
 from fedstill.origin import of_kind, reason
 from fedstill.registry import lookup, names
@@ -53,7 +53,8 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
     fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size),
     ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
-    Raises DataError for data that are absent, damaged or not what their name promises, UnknownName for no such name.
+    Raises DataError for data that are damaged or not what their name promises, DataAbsent for those of the catalogue
+    that are not here, UnknownName for no such name.
     """
     if not name.partition(":")[0].endswith(".py"):  # of one's own function the line is said that raised
         with in_one_line(name):
@@ -116,7 +117,7 @@ def load_known(known: Known, folder: str | Path | None, size: int | None = None)
         return as_dataset(known.name, read_folder(known.name, place, columns, known), known.mean, known.std)
     where = f"there is no folder {root / known.name}" if root else "FEDSTILL_DATA is not set"
     if known.hub is None:
-        raise DataError(f"dataset {known.name!r} is not here: {where}; {known.remedy}")
+        raise DataAbsent(f"dataset {known.name!r} is not here: {where}; {known.remedy}")
     hub, remedy = known.hub, f"{where}; {known.remedy}"
     origin = {"hub": hub, "columns": vars(columns), "known": repr(known)}
     data = kept(known.name, origin, lambda: verified(hub, read_hub(hub, columns, remedy), known))

@@ -15,14 +15,14 @@ from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.kinds import input_columns
 from fedstill.data.sources.limits import in_one_line, refuse_large
 from fedstill.data.sources.tabular import read_frames
-from fedstill.errors import DataError
+from fedstill.errors import DataAbsent, DataError
 
 HUB_SECONDS = 10
 ROWS_A_BATCH = 1000
 
 
 def read_hub(name: str, columns: Columns, remedy: str) -> Decoded:
-    """A data set of the Hugging Face hub; DataError with ``remedy`` if the hub does not answer or has no such thing."""
+    """A data set of the Hugging Face hub; DataAbsent with ``remedy`` if it does not answer or has no such thing."""
     _reach(name, remedy)
     with _reading(f"hub dataset {name!r}", remedy):
         import datasets
@@ -88,7 +88,7 @@ def _reach(name: str, remedy: str) -> None:
         HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None).dataset_info(name, timeout=HUB_SECONDS)
     except Exception as error:  # many kinds, by version and transport; all mean that there is nothing to read
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise DataError(f"the Hugging Face hub does not give {name!r} ({reason}); {remedy}") from error
+        raise DataAbsent(f"the Hugging Face hub does not give {name!r} ({reason}); {remedy}") from error
 
 
 @contextlib.contextmanager

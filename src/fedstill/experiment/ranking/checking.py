@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.data.examples import Dataset
-from fedstill.errors import ConfigError, CorruptFile, FedstillError
+from fedstill.errors import ConfigError, CorruptFile, DataAbsent, FedstillError
 from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import from_tree
 from fedstill.experiment.config.named_tables import fields_of
@@ -30,10 +30,14 @@ from fedstill.registry import names
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was checked: what, and what is wrong with it, empty where nothing is."""
+    """One thing that was checked: what, and what is wrong with it, empty where nothing is.
+
+    absent: why it could not be looked at here, as the data are not on this machine.
+    """
 
     what: str
     wrong: str = ""
+    absent: str = ""
 
     @property
     def good(self) -> bool:
@@ -100,6 +104,8 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
 def _line(what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Suite], str]) -> Finding:
     try:
         return Finding(what, check(entry, suite))
+    except DataAbsent as error:
+        return Finding(what, absent=str(error))
     except FedstillError as error:
         return Finding(what, str(error))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
@@ -134,9 +140,10 @@ def _other_files(entry: Entered, suite: Suite) -> str:
 def _other_settings(entry: Entered, suite: Suite) -> str:
     for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
-        tree = tomllib.loads((entry.folder / place / "config.toml").read_text())
-        suites = tomllib.loads(portable(run.settings.toml))
-        has, wants = flat(_comparable(entry, tree)), flat(_comparable(entry, suites))
+        told, suites = (entry.folder / place / "config.toml").read_text(), portable(run.settings.toml)
+        if told == suites:
+            continue
+        has, wants = (flat(_comparable(entry, tomllib.loads(text))) for text in (told, suites))
         has = {**_came_later(entry, has.keys()), **has}
         if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
             first = other[0]
