@@ -27,7 +27,8 @@ NONE = "–"
 def compared() -> list[Standings]:
     """The standings of suites over time that have entries; raises ValueError for one that is not as it should be."""
     own = [own_suite(file).name for file in sorted(OWN.glob("*.toml"))]
-    rows, suites, left_out = rows_below([SHIPPED, OWN])
+    shipped = [file for name in DIGITS for file in SHIPPED.glob(f"{name}.*")]
+    rows, suites, left_out = rows_below([*shipped, OWN])
     if left_out:
         raise ValueError("; ".join(left_out))
     return every_standing({name: rows[name] for name in (*DIGITS, *own) if name in rows}, suites)

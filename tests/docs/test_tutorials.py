@@ -23,11 +23,17 @@ ON_DATA = {
     "blood_over_years": "pbc_blood28",
 }
 """Tutorials, and the folder of FEDSTILL_DATA that each needs."""
+LONG = ("blood_over_years", "news")
+"""Those among them that train for longer than a fast test may."""
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=pytest.mark.slow if p.stem in LONG else ()) for p in TUTORIALS],
+    ids=[p.stem for p in TUTORIALS],
+)
 def test_a_tutorial_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     needed = ON_DATA.get(path.stem)
     if needed and not Path(os.environ.get("FEDSTILL_DATA", "nowhere"), needed).is_dir():

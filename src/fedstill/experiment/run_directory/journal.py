@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ log = logging.getLogger("fedstill.journal")
 
 Event = dict[str, Any]
 
+
+DIGITS = 19
+"""The most characters of a whole number that a reader can compute with."""
+
+LONG = re.compile(rb"(?<![.\d])\d{%d}" % DIGITS)
+"""Found in a line that may have such a number: all others are read at once."""
 
 Mark = tuple[int, str]
 """A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
@@ -99,7 +106,7 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
     events: list[Event] = []
     for number, line in enumerate(lines[:-1][:most], 1):
         try:
-            event = json.loads(line, parse_int=_whole_number)
+            event = json.loads(line) if LONG.search(line) is None else json.loads(line, parse_int=_whole_number)
         except (ValueError, RecursionError) as error:
             raise CorruptFile(f"{path}, line {number}, is not JSON: {error}") from error
         if not isinstance(event, dict) or not isinstance(event.get("event"), str):
@@ -113,7 +120,7 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
 
 def _whole_number(text: str) -> int | None:
     """A whole number, or None for one that no reader could compute with."""
-    return int(text) if len(text) <= 19 else None
+    return int(text) if len(text) <= DIGITS else None
 
 
 def _classes(events: Sequence[Event]) -> int:
