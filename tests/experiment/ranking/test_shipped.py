@@ -14,9 +14,12 @@ from fedstill.experiment.ranking.replaying import drawn_places, reached, replaye
 ENTRIES = Path(__file__).parents[3] / "results" / "rank"
 
 
-def shipped(row: str, suite: str = "digits-space") -> Entered:
-    entries = [read_entry(place) for place in entries_below(ENTRIES)]
-    return next(e for e in entries if (e.suite, e.row) == (suite, row))
+def shipped(row: str, suite: str) -> Entered:
+    return next(entry for entry in entries_of(suite) if entry.row == row)
+
+
+def entries_of(suites: str) -> list[Entered]:
+    return [read_entry(place) for pack in sorted(ENTRIES.glob(f"{suites}.*")) for place in entries_below(pack)]
 
 
 REPLAYED = [("digits-space", "FedAvg"), ("digits-space", "FedNTD"), ("digits-time", "replay")]
@@ -36,7 +39,7 @@ def test_the_first_rounds_of_an_entry_come_as_near_as_rounding_lets_them(suite: 
 
 @pytest.mark.slow
 def test_whole_runs_of_five_entries_drawn_by_their_bytes() -> None:
-    entries = [read_entry(place) for place in entries_below(ENTRIES)]
+    entries = entries_of("digits-*")
     for entry in sorted(entries, key=lambda e: e.digests[min(e.digests)])[:5]:
         done = list(replayed(entry, drawn_places(entry, suite_of(entry), 1), tiny_ranking.do))
         assert reached(done) != "disagrees", (entry.row, done)
