@@ -61,7 +61,7 @@ class DataError(ConfigError):
 
 
 class DataAbsent(DataError):
-    """A named data set that is not on this machine, and cannot be had from here."""
+    """A data set, or a file or folder of one, that is not on this machine and cannot be had from here."""
 
 
 class InfeasiblePartition(ConfigError):

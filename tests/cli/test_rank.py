@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,25 @@ def test_a_command_that_is_stopped_says_so_in_one_line(
     said = capsys.readouterr().err
     assert said.startswith("fedstill: stopped; the same command goes on with ")
     assert said.count("\n") == 1
+
+
+def test_a_replay_that_is_stopped_has_no_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the same bits as far as it came."""
+    assert call(["rank", "run", "digits", "--track", "space", "--methods", "fedavg", "--out", "out"]) == 0
+
+    def stopped(runs: Sequence[Variant], *_: object, **__: object) -> list[Outcome]:
+        return [replace(outcome, state="stopped") for outcome in tiny_ranking.do(runs)]
+
+    monkeypatch.setattr(side_by_side, "followed_outcomes", stopped)
+    capsys.readouterr()
+    check = ["rank", "check", "out/entries/digits-space/fedavg", "--replay", "1", "--note", "levels"]
+    assert call(check) == 1
+    said = capsys.readouterr()
+    assert "replayed here" not in said.out
+    assert said.err.startswith("fedstill: stopped; ")
+    assert not (tmp_path / "levels").exists()
 
 
 def test_a_forged_entry_is_said_and_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

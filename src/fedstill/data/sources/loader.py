@@ -53,8 +53,8 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
     fields: for files, folders and the hub ``image_column``, ``label_column``, ``size`` (resize to size × size),
     ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
-    Raises DataError for data that are damaged or not what their name promises, DataAbsent for those of the catalogue
-    that are not here, UnknownName for no such name.
+    Raises DataError for data that are damaged or not what their name promises, DataAbsent for those that are not here,
+    UnknownName for no such name.
     """
     if not name.partition(":")[0].endswith(".py"):  # of one's own function the line is said that raised
         with in_one_line(name):
@@ -141,13 +141,13 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
     elif path.is_file():
         raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; give one of these, or {FOLDER}")
     elif path.suffix in DATA_FILES:
-        raise DataError(f"there is no file {path}; paths are relative to the config's folder")
+        raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         remedy = f"check the name and the network, or make a folder {path} of parquet files"
         origin = {"hub": name, "columns": vars(columns)}
         data = kept(name, origin, lambda: verified(name, hold_out(read_hub(name, columns, remedy))))
     elif "/" in name or name.startswith((".", "~")):
-        raise DataError(f"there is no file or folder {path}; give {FOLDER}")
+        raise DataAbsent(f"there is no file or folder {path}; give {FOLDER}")
     else:
         root = data_root(folder)
         local = [p.name for p in root.iterdir() if p.is_dir()] if root and root.is_dir() else []

@@ -24,17 +24,28 @@ class Ended:
 
 
 def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
-    """Do the runs and score them; raises Interrupted if stopped, RunsFailed if one failed but did not diverge."""
-    outcomes = {o.variant.folder: o for o in do(runs)}
-    own = [outcomes[run.folder] for run in runs]
-    if left := sum(o.state in ("waiting", "running", "stopped") for o in own):
-        raise Interrupted(f"stopped; the same command goes on with {left} of {len(own)} runs")
+    """Do the runs and score them; raises as ``done``."""
+    return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in done(runs, do)]
+
+
+def done(runs: Sequence[Variant], do: Do) -> list[Outcome]:
+    """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did not diverge."""
+    own = not_stopped(runs, do)
     if failed := [o for o in own if o.problem and not _diverged(o)]:
         first = failed[0]
         raise RunsFailed(
             f"{len(failed)} of {len(own)} failed; {first.variant.label}, seed {first.variant.seed}: {first.problem}"
         )
-    return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in own]
+    return own
+
+
+def not_stopped(runs: Sequence[Variant], do: Do) -> list[Outcome]:
+    """Do the runs, as far as each comes by itself; raises Interrupted if they were stopped."""
+    outcomes = {o.variant.folder: o for o in do(runs)}
+    own = [outcomes[run.folder] for run in runs]
+    if left := sum(o.state in ("waiting", "running", "stopped") for o in own):
+        raise Interrupted(f"stopped; the same command goes on with {left} of {len(own)} runs")
+    return own
 
 
 def _diverged(outcome: Outcome) -> bool:

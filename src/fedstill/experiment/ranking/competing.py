@@ -11,7 +11,7 @@ from pathlib import Path
 from fedstill import registry
 from fedstill.errors import ConfigError, FedstillError
 from fedstill.experiment.config.named_tables import resolved_name
-from fedstill.experiment.ranking.carried_out import Do, Ended, ended
+from fedstill.experiment.ranking.carried_out import Do, Ended, ended, not_stopped
 from fedstill.experiment.ranking.choices import read_choice, write_choices
 from fedstill.experiment.ranking.choosing import choice_for
 from fedstill.experiment.ranking.entries import Entered, slug, write_entry
@@ -101,7 +101,7 @@ def rehearse(suite: Suite, row: str, do: Do) -> None:
     with tempfile.TemporaryDirectory(prefix="fedstill-rehearsal-") as folder:
         cell, places = [(row, suite.column)], [Path(folder) / name for name in ("once", "again")]
         runs = [suite.recipe.variants(cell, (REHEARSED,), size, place)[0] for place in places]
-        for outcome in do(runs):
+        for outcome in not_stopped(runs, do):
             if outcome.problem:
                 raise FedstillError(f"{row} cannot be run: {outcome.problem}")
         once, again = ([without_times(e) for e in read_journal(run.folder / "journal.jsonl")] for run in runs)

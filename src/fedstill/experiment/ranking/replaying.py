@@ -6,12 +6,13 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fedstill.experiment.comparing.variants import Variant
+from fedstill.experiment.ranking.carried_out import Do, done
 from fedstill.experiment.ranking.checking import suite_of
 from fedstill.experiment.ranking.entries import ENTRY, Entered, run_place
 from fedstill.experiment.ranking.scoring import score_of
@@ -81,20 +82,21 @@ def drawn_places(entry: Entered, suite: Suite, count: int) -> list[tuple[str, in
 def replayed(
     entry: Entered,
     places: Sequence[tuple[str, int]],
-    do: Callable[[Sequence[Variant]], object],
+    do: Do,
     rounds: int = 0,
 ) -> Iterator[Replayed]:
     """Do some runs again in a folder that is then deleted, and compare each with the entry's.
 
     A method's own file is executed here. ``rounds``: only so many of each, from the first; 0: all. Of a run that is
-    done to the end and has other bits the score is compared too, of all seeds of a column their means.
+    done to the end and has other bits the score is compared too, of all seeds of a column their means. Raises
+    Interrupted where a run was stopped, RunsFailed where one failed but did not diverge: half a run has no level.
     """
     with tempfile.TemporaryDirectory(prefix="fedstill-replay-") as folder:
         suite = suite_of(entry, _copied(entry, Path(folder)))
         size = _size(rounds, suite, entry.row)
         changes = {**dict(entry.fields), **size}
         runs = [suite.recipe.variants([(entry.row, c)], (s,), changes, Path(folder))[0] for c, s in places]
-        do(runs)
+        done(runs, do)
         for (column, seed), run in zip(places, runs, strict=True):
             one = compared(run_place(column, seed), entry.run(column, seed), run.folder)
             yield _like_a_seed(one, entry, (column, seed), run) if one.level == "tolerance" and not size else one
