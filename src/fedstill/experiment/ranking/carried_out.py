@@ -24,11 +24,11 @@ class Ended:
 
 
 def ended(runs: Sequence[Variant], do: Do) -> list[Ended]:
-    """Do the runs and score them; raises as ``done``."""
-    return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in done(runs, do)]
+    """Do the runs and score them; raises as ``completed``."""
+    return [Ended(o.variant, score_of(o.variant.folder, o.rounds), o.problem) for o in completed(runs, do)]
 
 
-def done(runs: Sequence[Variant], do: Do) -> list[Outcome]:
+def completed(runs: Sequence[Variant], do: Do) -> list[Outcome]:
     """Do the runs, to their end; raises Interrupted if stopped, RunsFailed if one failed but did not diverge."""
     own = not_stopped(runs, do)
     if failed := [o for o in own if o.problem and not _diverged(o)]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedstill.experiment.comparing.variants import Variant
-from fedstill.experiment.ranking.carried_out import Do, done
+from fedstill.experiment.ranking.carried_out import Do, completed
 from fedstill.experiment.ranking.checking import suite_of
 from fedstill.experiment.ranking.entries import ENTRY, Entered, run_place
 from fedstill.experiment.ranking.scoring import score_of
@@ -96,7 +96,7 @@ def replayed(
         size = _size(rounds, suite, entry.row)
         changes = {**dict(entry.fields), **size}
         runs = [suite.recipe.variants([(entry.row, c)], (s,), changes, Path(folder))[0] for c, s in places]
-        done(runs, do)
+        completed(runs, do)
         for (column, seed), run in zip(places, runs, strict=True):
             one = compared(run_place(column, seed), entry.run(column, seed), run.folder)
             yield _like_a_seed(one, entry, (column, seed), run) if one.level == "tolerance" and not size else one
