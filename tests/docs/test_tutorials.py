@@ -25,6 +25,13 @@ ON_DATA = {
 """Tutorials, and the folder of FEDSTILL_DATA that each needs."""
 LONG = ("blood_over_years", "news")
 """Those among them that train for longer than a fast test may."""
+SHORTER = {
+    "parallel_rounds": ('"rounds": 20', '"rounds": 5'),
+    "chain": ('"rounds": 10', '"rounds": 3'),
+    "public_logits": ("rounds=8", "rounds=3"),
+    "peers": ('"epochs": 20', '"epochs": 5'),
+}
+"""What the site runs whole when it is built, and what is put in its place here."""
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
 
@@ -42,9 +49,11 @@ def test_a_tutorial_runs(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     shown: list[Any] = []
     monkeypatch.setattr(pyplot, "show", lambda: shown.append(pyplot.gcf()))
     names: dict[str, Any] = {}
-    for cell in cells(path):
-        if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), path.name, "exec"), names)
+    code = ["".join(cell["source"]) for cell in cells(path) if cell["cell_type"] == "code"]
+    whole, shorter = SHORTER.get(path.stem, ("", ""))
+    assert any(whole in text for text in code)
+    for text in code:
+        exec(compile(text.replace(whole, shorter) if whole else text, path.name, "exec"), names)
     assert capsys.readouterr().out
     assert shown, "people would rather look"
     pyplot.close("all")
