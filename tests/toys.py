@@ -77,8 +77,8 @@ def blobs_of(side: int, seed: int = 0, size: int = 300) -> Dataset:
     return from_tensors("blobs", some(size), some(100), classes=[f"class {c}" for c in range(CLASSES)])
 
 
-SMALLER: dict[object, object] = {"fedgen": {"name": "fedgen", "samples": 320}}
-"""Methods whose defaults would train for longer than a toy may, and what stands for them by their name alone."""
+SMALLER: dict[str, object] = {"fedgen": {"name": "fedgen", "samples": 320}}
+"""By name, methods whose defaults train for longer than a toy may, with the fields that a toy gives them."""
 
 
 def toy(method: object = "fedavg", **changes: object) -> Experiment:
