@@ -19,7 +19,7 @@ def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> None:
     parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
     for leaf in leaves.values():
         leaf.grad = None
-    loss = torch.stack(parts).sum() if parts else torch.zeros(())
+    loss = parts[0].sum() if len(parts) == 1 else torch.stack(parts).sum() if parts else torch.zeros(())
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
 

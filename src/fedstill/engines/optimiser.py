@@ -43,6 +43,8 @@ class Sgd:
         active = [i for i, leaf in enumerate(self.leaves) if leaf.grad is not None]
         begun = [i for i in active if self.momentum[i] is not None]
         for some in (begun, [i for i in active if self.momentum[i] is None]):  # the kernel takes them apart
+            if not some:
+                continue
             buffers = [self.momentum[i] for i in some]
             sgd(
                 [self.leaves[i] for i in some],

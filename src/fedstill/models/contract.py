@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.parameter import is_lazy
 
 from fedstill import registry
@@ -26,6 +25,7 @@ from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
 from fedstill.models.held_entries import moving, put_in
 from fedstill.models.layer_chain import levels, with_widths
+from fedstill.models.run_with import run_with
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -138,7 +138,7 @@ def draws_random_numbers(spec: ModelSpec) -> bool:
 
 def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
     """Logits (B, C) of parameters run in a module of their architecture."""
-    return functional_call(m, dict(params), (x,))  # type: ignore[no-any-return]
+    return run_with(m, params, x)  # type: ignore[no-any-return]
 
 
 def features(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def run_part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Te
         ) from error
     prefix = name + "."
     own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
-    return functional_call(part, own, x)  # type: ignore[no-any-return]
+    return run_with(part, own, *x)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, eq=False)
