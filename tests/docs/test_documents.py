@@ -7,7 +7,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read_journal
 
 ROOT = Path(__file__).parents[2]
-NOTHING: Mapping[str, str] = {}
 BLOCK = re.compile(r'```(\w+)(?: title="([^"]+)")?\n(.*?)```', re.DOTALL)
 
 
@@ -27,25 +25,24 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((ROOT / "docs" / page).read_text())
 
 
-def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], shorter: Mapping[str, str] = NOTHING) -> None:
+def follow(page: str, folder: Path, capsys: pytest.CaptureFixture[str], fewer: int = 0) -> None:
     """Write the files that a page shows, and run its commands; one that fails says the error that the page shows.
 
-    A page names its files without the folder that they are in. ``shorter``: lines in files, and what is put in their
-    place, to run less than the page does.
+    A page names its files without the folder that they are in. ``fewer``: how many images its runs train on, with a
+    quarter as many to test on; 0 for all.
     """
     shown = blocks(page)
-    files = {title: text for _, title, text in shown if title}
-    for title, text in files.items():
-        for line, other in shorter.items():
-            text = re.sub(f"^{re.escape(line)}$", other, text, flags=re.MULTILINE)
-        (folder / title).write_text(text)
-    assert all(any(line in text.splitlines() for text in files.values()) for line in shorter)
+    for _, title, text in shown:
+        if title:
+            (folder / title).write_text(text)
     commands = [line[2:] for kind, _, text in shown if kind == "console" for line in text.splitlines()]
     errors = [text for kind, _, text in shown if kind == "text" and text.startswith("fedstill: ")]
     assert commands
     for command in commands:
         program, *arguments = shlex.split(command)
         assert program == "fedstill"
+        if fewer and arguments[0] in ("run", "compare"):
+            arguments += ["-s", f"data.train_size={fewer}", "-s", f"data.test_size={fewer // 4}"]
         capsys.readouterr()
         if call(arguments):
             assert capsys.readouterr().err.replace(f"{folder}/", "") == errors.pop(0), command
@@ -86,7 +83,7 @@ def test_a_method_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_method.md", tmp_path, capsys)
+    follow("add_a_method.md", tmp_path, capsys, fewer=400)
     assert (tmp_path / "sweep" / "report.html").is_file()
     assert passing(tmp_path / "test_fedgap.py") == 1
 
@@ -95,7 +92,7 @@ def test_a_prototype_method_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_prototype_method.md", tmp_path, capsys)
+    follow("add_a_prototype_method.md", tmp_path, capsys, fewer=400)
     models = [read_journal(tmp_path / run / "journal.jsonl")[-1] for run in ("first", "stacked")]
     assert models[0]["personal_accuracy"] == pytest.approx(models[1]["personal_accuracy"], abs=0.02)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -108,7 +105,7 @@ def test_a_model_is_added_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
-    follow("add_a_model.md", tmp_path, capsys)
+    follow("add_a_model.md", tmp_path, capsys, fewer=400)
     assert sys.path == path
     start = read_journal(tmp_path / "first" / "journal.jsonl")[0]
     assert sorted(Path(name).name for name in start["sources"]) == ["layers.py", "nets.py"]
@@ -119,7 +116,7 @@ def test_a_partition_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_partition.md", tmp_path, capsys)
+    follow("add_a_partition.md", tmp_path, capsys, fewer=400)
     assert "Effect of uneven data" in (tmp_path / "sweep" / "report.html").read_text()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert passing(tmp_path / "test_hospitals.py") == 4
@@ -140,7 +137,7 @@ def test_measures_of_both_kinds_are_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    follow("add_a_measure.md", tmp_path, capsys)
+    follow("add_a_measure.md", tmp_path, capsys, fewer=400)
     clients = [
         e for e in read_journal(tmp_path / "run" / "journal.jsonl") if e["event"] == "client" and e["round"] == 4
     ]
@@ -193,7 +190,7 @@ def test_who_made_the_model_forget_is_asked_as_the_page_says(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    follow("why.md", tmp_path, capsys, {"rounds = 20": "rounds = 8"})
+    follow("why.md", tmp_path, capsys, fewer=300)
     assert (tmp_path / "forgets" / "why.jsonl").is_file(), "round 4 is not one that the config measures"
 
 
@@ -209,7 +206,7 @@ def test_runs_are_tracked_as_the_page_says(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri := f"sqlite:///{tmp_path / 'mlflow.db'}")
-    follow("track.md", tmp_path, capsys)
+    follow("track.md", tmp_path, capsys, fewer=400)
     there = mlflow.MlflowClient(tracking_uri=uri)
     runs = there.search_runs([there.get_experiment_by_name("fedstill").experiment_id])
     assert {r.info.run_name for r in runs} == {"run", "fedavg, seed 1"}

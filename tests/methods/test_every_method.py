@@ -37,12 +37,18 @@ def experiment(name: str) -> Experiment:
     return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
 
 
+def in_threads(patch: pytest.MonkeyPatch, workers: int) -> None:
+    """The pooled engine has threads, however small the networks."""
+    patch.setenv("FEDSTILL_WORKERS", str(workers))
+    patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
+
+
 @pytest.fixture(scope="module", params=METHODS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A method's name, and its run by three workers."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FEDSTILL_WORKERS", "2")
-        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)  # with threads, however small the networks
+        in_threads(patch, 3)
         run(replace(experiment(request.param), engine="pooled"), folder, data=toys.blobs())
     return request.param, folder
 
@@ -55,9 +61,12 @@ def test_it_learns_and_refuses_nothing(whole: tuple[str, Path]) -> None:
     assert next(last[k] for k in answers if last.get(k) is not None) > 0.4, "chance is 0.2"
 
 
-def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tmp_path: Path) -> None:
+def test_by_two_workers_and_resumed_after_any_stage_it_has_the_same_bits(
+    whole: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped after every single stage, and resumed from what the resumed run before had written."""
     name, folder = whole
+    in_threads(monkeypatch, 2)
     other, stops = stopped(experiment(name), tmp_path / "run", stages=1), 1
     while True:
         try:
@@ -71,23 +80,16 @@ def test_it_resumes_to_the_same_bits_after_any_stage(whole: tuple[str, Path], tm
     assert_same_bits(bits(other), bits(folder))
 
 
-@pytest.mark.parametrize("workers", [0, 3])
-def test_every_number_of_workers_gives_the_bits_of_the_serial_engine(
-    whole: tuple[str, Path], workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None is the serial engine itself; the run to compare with used two."""
+def test_the_serial_engine_gives_the_same_bits(whole: tuple[str, Path], tmp_path: Path) -> None:
     name, folder = whole
-    monkeypatch.setenv("FEDSTILL_WORKERS", str(workers or 1))
-    run(replace(experiment(name), engine="pooled" if workers else "serial"), tmp_path / "run", data=toys.blobs())
+    run(replace(experiment(name), engine="serial"), tmp_path / "run", data=toys.blobs())
     assert (tmp_path / "run/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (tmp_path / "run", folder))
     assert ours == theirs
 
 
 @needs_flower
-def test_over_flower_and_resumed_it_gives_the_bits_of_the_serial_engine(
-    whole: tuple[str, Path], tmp_path: Path
-) -> None:
+def test_over_flower_and_resumed_it_has_the_same_bits(whole: tuple[str, Path], tmp_path: Path) -> None:
     """Every message is serialised; the second half runs on new nodes, which find what they remember on their disks."""
     name, folder = whole
     stages = len({(e["round"], e["stage"]) for e in read_journal(folder / "journal.jsonl") if e["event"] == "client"})
