@@ -20,7 +20,19 @@ MEMORY, ROOM = Path("/dev/shm"), 2 << 30
 
 WHOLE_RUNS = ("methods", "experiment", "engines", "docs", "cli", "report", "benchmarks", "deploy")
 """Folders of tests that train, after all that check a formula or a file."""
-LONGEST = ("test_every_method.py", "test_recipes.py", "test_measures.py", "test_vectorised.py", "test_no_waiting.py")
+LONGEST = (
+    "test_every_method.py",
+    "test_documents.py",
+    "test_every_kind.py",
+    "test_ranking_page.py",
+    "test_cross.py",
+    "test_flower_site_tasks.py",
+    "test_vectorised.py",
+    "test_secure_sums.py",
+    "test_why.py",
+    "test_no_waiting.py",
+    "test_measures.py",
+)
 """The first among those: no worker should be left with one of them when the others are done."""
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

