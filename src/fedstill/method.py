@@ -96,6 +96,13 @@ class Method:
         """Why it has no meaning on a schedule (the stages of round 1), and what to do; empty where it has one."""
         return ""
 
+    def caution(self, world: World) -> str:
+        """What of it does nothing on a run with such classes, and what to do; empty where all does something.
+
+        It does not stop the run: it is said when one begins, and by ``fedstill explain``.
+        """
+        return ""
+
     def setup(self, world: World) -> State:
         """The state before round 1."""
         return State(params=world.initial(SERVER))

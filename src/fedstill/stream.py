@@ -75,6 +75,15 @@ class Stream:
     absent: frozenset[tuple[int, int]] = field(default=frozenset(), repr=False)
 
     @property
+    def nothing_before(self) -> str:
+        """What to say of a method that minds earlier tasks, where there are none; empty where there are."""
+        return (
+            ""
+            if self.tasks > 1
+            else "without [stream] there is no earlier task, and this trains as fedavg; add [stream]"
+        )
+
+    @property
     def tasks(self) -> int:
         """How many tasks there are."""
         return len(self.starts)
@@ -123,6 +132,15 @@ class Stream:
         """The classes of a task and of all before it, ascending."""
         return tuple(sorted({c for classes in self.by_task[: task + 1] for c in classes}))
 
+    def outputs(self, task: int, classes: int) -> tuple[int, ...]:
+        """The classes whose outputs take part in a task's training, of so many in all.
+
+        Where data of earlier tasks are kept, their outputs take part as well.
+        """
+        if self.head == "all":
+            return tuple(range(classes))
+        return self.classes(task) if self.head == "task" and not self.kept else self.seen(task)
+
     def present(self, round: int) -> list[int]:
         """The clients that have joined by a round, and have examples in their task of it."""
         everyone = range(self.clients)
@@ -132,14 +150,9 @@ class Stream:
         return [client for client, task in now if task >= 0 and (task, client) not in self.absent]
 
     def mask(self, round: int, client: int, classes: int) -> Tensor | None:
-        """Which outputs take part in a client's training in a round, (C,) bool; None where all do.
-
-        Where data of earlier tasks are kept, their outputs take part as well.
-        """
+        """Which outputs take part in a client's training in a round, (C,) bool; None where all do."""
         task = self.task(round, client)
-        if self.head == "all" or task < 0:
-            return None
-        on = self.classes(task) if self.head == "task" and not self.kept else self.seen(task)
+        on = tuple(range(classes)) if task < 0 else self.outputs(task, classes)
         if len(on) == classes:
             return None
         mask = torch.zeros(classes, dtype=torch.bool)

@@ -50,6 +50,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print(terminal.table(["what", "how much"], one_round.lines()))
     for line in explained.told_of_examples(prepared):
         screen.print(f"data: {line}", soft_wrap=True)
+    if caution := settings.method.caution(prepared.world):
+        screen.print(f"method: {caution}", soft_wrap=True)
     _explain_measures(explained.costs(prepared, one_round), one_round.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedstill.fields import NonNegative, Positive
 from fedstill.losses import kd, nckd
 from fedstill.methods.fedavg import FedAvg
-from fedstill.methods.fedntd import FromGlobal
+from fedstill.methods.fedntd import FromGlobal, no_other_classes
 from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.registry import method
 from fedstill.trees import dtype_of
@@ -45,6 +45,9 @@ class ASD(FedAvg):
     """Power of the global model's certainty in an example's weight."""
     b2: NonNegative = 1.0
     """Power of the rarity of an example's label at the client in its weight."""
+
+    def caution(self, world: World) -> str:
+        return no_other_classes(world) if self.classes == "not_true" else ""
 
     def work(self, stage: Stage) -> ClientWork:
         return Weighted(self)

@@ -58,6 +58,9 @@ class FedEWC(FedAvg):
     samples: Count = 500
     """The most examples from which a client takes its Fisher information."""
 
+    def caution(self, world: World) -> str:
+        return world.stream.nothing_before
+
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == IMPORTANCE:
             ends = not self.weight or world.stream.task(stage.round) == world.stream.tasks - 1

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedstill.fields import NonNegative, Positive
 from fedstill.losses import minority_kd
 from fedstill.methods.fedavg import FedAvg
+from fedstill.methods.fedntd import no_other_classes
 from fedstill.records import Carry, Payload, Stage, Step, View, World
 from fedstill.registry import method
 from fedstill.work import ClientWork
@@ -37,6 +38,9 @@ class FedLMD(FedAvg):
     """Weight of the distillation."""
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
+
+    def caution(self, world: World) -> str:
+        return no_other_classes(world)
 
     def work(self, stage: Stage) -> ClientWork:
         return Masked(self)

@@ -37,6 +37,9 @@ class FedLwF(FedAvg):
     temperature: Positive = 2.0
     """Temperature of the distillation (tau)."""
 
+    def caution(self, world: World) -> str:
+        return world.stream.nothing_before
+
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The model of a task's end teaches the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):

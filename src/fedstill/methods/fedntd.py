@@ -35,6 +35,9 @@ class FedNTD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of the distillation (tau)."""
 
+    def caution(self, world: World) -> str:
+        return no_other_classes(world)
+
     def work(self, stage: Stage) -> ClientWork:
         return NotTrue(self)
 
@@ -64,8 +67,20 @@ class KDToNTD(FedAvg):
     temperature: Positive = 1.0
     """Temperature of both (tau)."""
 
+    def caution(self, world: World) -> str:
+        return no_other_classes(world) if self.mix == 1 else ""
+
     def work(self, stage: Stage) -> ClientWork:
         return Mixed(self)
+
+
+def no_other_classes(world: World) -> str:
+    """Why a divergence over the not-true classes is nothing on a run: where two classes take part, one is not true."""
+    stream = world.stream
+    if max(len(stream.outputs(task, world.classes)) for task in range(stream.tasks)) > 2:
+        return ""
+    when = "" if world.classes == 2 else f", as stream.head = {stream.head!r} leaves two in each task"
+    return f"of two classes one is not the true one{when}; nothing is distilled, and this trains as fedavg; choose kd"
 
 
 class FromGlobal(ClientWork):

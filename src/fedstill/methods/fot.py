@@ -68,6 +68,9 @@ class FOT(FedAvg):
             return f"layer {layer} has {d} inputs, and at most {MOST_INPUTS} can be told of; choose a smaller model"
         return "" if layers else "the body of its model has no layer to protect; choose another model, mlp or cnn"
 
+    def caution(self, world: World) -> str:
+        return world.stream.nothing_before
+
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         last = world.stream.task(stage.round) == world.stream.tasks - 1
         return None if stage.name == INPUTS and last else Payload(params=state.params)

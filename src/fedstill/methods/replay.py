@@ -106,6 +106,9 @@ class Replay(FedAvg):
             return f"examples held out of training must not be kept; set validation = {shares[0]} in [plan.{REMEMBER}]"
         return no_linear_head(world) if self.by_means else ""
 
+    def caution(self, world: World) -> str:
+        return world.stream.nothing_before
+
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name != REMEMBER:
             return Payload(params=state.params)
