@@ -18,7 +18,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.sources import from_tensors
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
-from fedstill.experiment.running import driver
+from fedstill.experiment.running import cautions
 from fedstill.experiment.running.runner import run
 
 NOT_TRUE_ALONE = ["fedntd", "fedntd_asd", "fedlmd", "fedlmd_tf", {"name": "kd_ntd", "mix": 1.0}]
@@ -88,7 +88,7 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bo
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    driver._say_once.cache_clear()
+    cautions.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, "fedstill.run"):
         for seed in (1, 2):
             run(toys.toy("fedntd", rounds=1, seed=seed), tmp_path / str(seed), data=two_classes())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import time
@@ -93,8 +92,6 @@ class Driver:
             return self._resume(restored)
 
     def _start(self) -> Result:
-        if caution := self.method.caution(self.world):
-            _say_once(f"method {self.prepared.settings.named.method.label}: {caution}")
         summed = self._sums()
         with part(self.method, "setup", "before round 1"):
             state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
@@ -251,9 +248,3 @@ class Driver:
             return self.token
         with self.journal.path.open("rb") as file:
             return digest(file.readline())[:16]
-
-
-@functools.cache
-def _say_once(caution: str) -> None:
-    """Say what a method does not do, once a process: the runs of a comparison are alike."""
-    log.warning("%s", caution)
