@@ -97,7 +97,7 @@ class Method:
         return ""
 
     def caution(self, world: World) -> str:
-        """What of it does nothing on a run with such classes, and what to do; empty where all does something.
+        """What of it does nothing with a run's classes and tasks, and what to do; empty if all does something.
 
         It does not stop the run: it is said when one begins, and by ``fedstill explain``.
         """

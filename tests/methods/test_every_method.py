@@ -37,18 +37,13 @@ def experiment(name: str) -> Experiment:
     return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
 
 
-def in_threads(patch: pytest.MonkeyPatch, workers: int) -> None:
-    """The pooled engine has threads, however small the networks."""
-    patch.setenv("FEDSTILL_WORKERS", str(workers))
-    patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
-
-
 @pytest.fixture(scope="module", params=METHODS)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A method's name, and its run by three workers."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     with pytest.MonkeyPatch.context() as patch:
-        in_threads(patch, 3)
+        patch.setenv("FEDSTILL_WORKERS", "3")
+        patch.setattr("fedstill.engines.pooled.LIGHT", 0.0)  # with threads, however small the networks
         run(replace(experiment(request.param), engine="pooled"), folder, data=toys.blobs())
     return request.param, folder
 
@@ -66,7 +61,7 @@ def test_by_two_workers_and_resumed_after_any_stage_it_has_the_same_bits(
 ) -> None:
     """Stopped after every single stage, and resumed from what the resumed run before had written."""
     name, folder = whole
-    in_threads(monkeypatch, 2)
+    monkeypatch.setenv("FEDSTILL_WORKERS", "2")
     other, stops = stopped(experiment(name), tmp_path / "run", stages=1), 1
     while True:
         try:

@@ -76,11 +76,12 @@ NO_STEPS = ("toy_failing", "fedseq", "cwc", "metafed", "afl")
 @pytest.mark.parametrize("engine", ["serial", "vectorised"])
 @pytest.mark.parametrize("name", [n for n in registry.names("method") if n not in NO_STEPS])
 def test_no_step_waits(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = registry.lookup("method", name).build().topology == "sequential" and name.startswith("toy")
+    topology = registry.lookup("method", name).build().topology
+    chain = topology == "sequential" and name.startswith("toy")
     if chain and engine == "vectorised":
         pytest.skip("a chain has nothing to stack")
     changes: dict[str, object] = {"topology": {"clients": 6, "sampled": 2}} if chain else {}
-    if registry.lookup("method", name).build().topology != "peer_to_peer":  # an epoch's steps are alike
+    if topology != "peer_to_peer":  # an epoch's steps are alike
         changes["plan"] = {**stacking.PLAN, "epochs": 1}
     ready = stacking.ready(name, engine, **changes)
     with watched(monkeypatch) as steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from weakref import ref
 
 import pytest
 import torch
@@ -96,6 +97,23 @@ def test_one_name_of_a_shared_tensor_stands_for_all() -> None:
     m, x = Tied(), torch.randn(5, 8)
     one = {"one.weight": torch.eye(8)}
     assert torch.equal(run_with(m, one, x), x.relu())
+
+
+def test_a_part_that_has_become_another_is_found_again() -> None:
+    m, x = MODULES["layers"](), torch.randn(5, 8)
+    run_with(m, others(m), x)
+    m[2] = nn.Linear(6, 2, bias=False)
+    some = others(m)
+    assert torch.equal(run_with(m, some, x), functional_call(m, some, (x,)))
+    assert not torch.equal(run_with(m, some, x), m(x))
+
+
+def test_a_module_that_nobody_has_any_more_is_not_kept() -> None:
+    m = MODULES["layers"]()
+    run_with(m, others(m), torch.randn(5, 8))
+    gone = ref(m)
+    del m
+    assert gone() is None
 
 
 def test_a_call_that_fails_leaves_the_module_as_it_was() -> None:

@@ -19,7 +19,9 @@ def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> None:
     parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
     for leaf in leaves.values():
         leaf.grad = None
-    loss = parts[0].sum() if len(parts) == 1 else torch.stack(parts).sum() if parts else torch.zeros(())
+    if not parts:
+        return
+    loss = (parts[0] if len(parts) == 1 else torch.stack(parts)).sum()
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -23,7 +23,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, temperature: float | Tensor = 
     >>> cross_entropy(torch.tensor([[0.0, 0.0], [1e4, 0.0]]), torch.tensor([0, 1]))
     tensor([6.9315e-01, 1.0000e+04])
     """
-    as_it_is = not isinstance(temperature, Tensor) and temperature == 1
-    scaled = logits if as_it_is else logits / temperature
-    known = torch.log_softmax(scaled, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    if isinstance(temperature, Tensor) or temperature != 1:
+        logits = logits / temperature
+    known = torch.log_softmax(logits, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return -(torch.logaddexp(known, torch.full_like(known, math.log(floor))) if floor > 0 else known)
