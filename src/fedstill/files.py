@@ -14,11 +14,14 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PART = ".part"
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write to another name, fsync, rename, fsync the folder; raises DiskFull if it cannot be done."""
+def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write to another name, fsync, rename, fsync the folder; raises DiskFull if it cannot be done.
+
+    ``mode``: who may read and write it, less what the process takes away from all files.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
     try:
-        with aside.open("wb") as file:
+        with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -28,6 +31,11 @@ def write_whole(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):  # the first error is the one to report
             aside.unlink(missing_ok=True)
         raise as_named(error, path) from error
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Write a file that only its owner may read."""
+    write_whole(path, data, 0o600)
 
 
 def make_folder(path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from fedstill.deploy import certificates, folder, programs, supervising
 from fedstill.deploy.folder import Federation, Membership
+from fedstill.files import write_secret
 from flowers import needs_flower
 from processes import Deployment, fedstill_, fedstill_command, free_port
 
@@ -89,7 +90,7 @@ def stranger(what: str, three: Deployment, here: Path, stack: contextlib.ExitSta
     text = text.replace(theirs.address, address).replace(f"port = {theirs.port}", f"port = {free_port()}")
     (here / "client.toml").write_text(text)
     member = replace(folder.membership(here), port=free_port())
-    certificates.write_secret(member.door, folder.new_key())
+    write_secret(member.door, folder.new_key())
     return member
 
 

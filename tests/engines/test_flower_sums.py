@@ -22,7 +22,7 @@ from fedstill.engines.flower.messages import header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.flower.sum_steps import STEPS, as_bytes, byte_tensors, question
 from fedstill.engines.masking import Masking
-from fedstill.errors import ConfigError, TooFewReplies
+from fedstill.errors import BadPayload, ConfigError, TooFewReplies
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.site import Clerk
 from fedstill.experiment.on_flower.site_file import Site
@@ -31,7 +31,9 @@ from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.records import Payload, Stage
-from fedstill.secure.protocol import unmasked
+from fedstill.secure.primitives import KEY
+from fedstill.secure.protocol import SEALED
+from fedstill.secure.unmasking import unmasked
 from flowers import TroubledGrid, needs_flower, over_flower
 
 pytestmark = needs_flower
@@ -128,22 +130,162 @@ def test_with_too_few_left_at_any_step_the_run_stops_by_name_and_goes_on_when_th
 
 
 def test_a_client_that_answers_with_something_else_drops_out_by_name(tmp_path: Path) -> None:
-    from fedstill.engines.flower.loopback import serialised
-    from fedstill.engines.flower.messages import content
 
     def odd(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
         if client != 2 or step_of(data) != "vector":
             return grid.work(client, data)
-        from flwr.app import Message
-
-        short = SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)}))
-        return serialised(Message(content(short), reply_to=parsed(data)))
+        return instead(data, SiteReply(2, round, 0, Payload({"sum.vector": torch.zeros(3, dtype=torch.int64)})))
 
     carried(tmp_path / "run", odd)
     events = read_journal(tmp_path / "run" / "journal.jsonl")
     said = [e["refused"] for e in events if e["event"] == "client" and "refused" in e]
     assert len(said) == 2
     assert all("something else than a masked vector of 182 numbers" in why for why in said)
+
+
+def instead(data: bytes, answer: SiteReply) -> bytes:
+    """Another answer to a message than the site's own."""
+    from flwr.app import Message
+
+    from fedstill.engines.flower.loopback import serialised
+    from fedstill.engines.flower.messages import content
+
+    return serialised(Message(content(answer), reply_to=parsed(data)))
+
+
+def told_of(folder: Path, round: int = 1) -> tuple[dict[int, str], set[int]]:
+    """Why clients were refused in a round, and the sums' weights of the others."""
+    events = [e for e in read_journal(folder / "journal.jsonl") if e["event"] == "client" and e["round"] == round]
+    refused = {e["client"]: e["refused"] for e in events if "refused" in e}
+    return refused, {e["summed"] for e in events if "refused" not in e}
+
+
+def weight_of(*clients: int) -> int:
+    sites = prepare(settle(replace(SECRET, engine="serial")), toys.blobs()).sites
+    return sum(sites.trains_on(c, "train") for c in clients)
+
+
+def zeros_for_all(length: int) -> dict[str, torch.Tensor]:
+    return byte_tensors({other: bytes(length) for other in range(5)})
+
+
+WRONG = {
+    "keys": (Payload({"sum.keys": torch.zeros(96, dtype=torch.uint8)}), "a public key is none"),
+    "shares": (Payload({"sum.shares": zeros_for_all(SEALED)}), "most clients cannot read the shares that it sent"),
+    "vector": (Payload({"sum.unread": torch.tensor([77])}), "it cannot read shares of clients that sent none"),
+}
+
+
+@pytest.mark.parametrize("step", WRONG)
+def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(step: str, tmp_path: Path) -> None:
+    up, why = WRONG[step]
+
+    def wrong(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        mine = client == 2 and step_of(data) == step
+        return instead(data, SiteReply(2, round, 0, up)) if mine else answer
+
+    carried(tmp_path / "run", wrong)
+    refused, summed = told_of(tmp_path / "run")
+    assert list(refused) == [2]
+    assert why in refused[2]
+    assert summed == {weight_of(0, 1, 3, 4)}
+
+
+def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_path: Path) -> None:
+    def accuses(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        mine = client == 2 and step_of(data) == "vector"
+        return instead(data, SiteReply(2, round, 0, Payload({"sum.unread": torch.tensor([0])}))) if mine else answer
+
+    carried(tmp_path / "run", accuses)
+    refused, summed = told_of(tmp_path / "run")
+    assert refused == {2: "failed: it cannot read the shares that client 0 sent it"}
+    assert summed == {weight_of(0, 1, 3, 4)}
+
+
+def test_wrong_shares_at_the_end_are_passed_over(whole: Path, tmp_path: Path) -> None:
+    def wrong(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        mine = client == 0 and step_of(data) == "revealed"
+        up = Payload({"sum.revealed": zeros_for_all(16)})
+        return instead(data, SiteReply(0, round, 0, up)) if mine else answer
+
+    carried(tmp_path / "run", wrong)
+    assert model(tmp_path / "run") == model(whole)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_an_answer_of_another_round_is_refused_before_it_is_read(step: str, tmp_path: Path) -> None:
+    def late(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        assert answer is not None
+        if client != 2 or step_of(data) != step:
+            return answer
+        header, up = header_and_payload(parsed(answer).content, 1 << 30)
+        return instead(data, replace(SiteReply.of(header, up), round=77))
+
+    carried(tmp_path / "run", late)
+    refused, summed = told_of(tmp_path / "run")
+    if step == "revealed":  # the others' shares are enough
+        assert not refused
+        assert summed == {weight_of(*range(5))}
+    else:
+        assert "replied for round 77 stage 0, not 1 and 0" in refused[2]
+        assert summed == {weight_of(0, 1, 3, 4)}
+
+
+def test_no_entry_of_a_step_may_be_longer_than_it_is() -> None:
+    for most in (16, 96):
+        assert as_bytes({"0": torch.zeros(most, dtype=torch.uint8)}, most) == {0: bytes(most)}
+        with pytest.raises(BadPayload, match=f"more than {most} bytes"):
+            as_bytes({"0": torch.zeros(most + 1, dtype=torch.uint8)}, most)
+
+
+def test_of_three_clients_none_may_drop_out(tmp_path: Path) -> None:
+    """Of a sum of two each would know the other's model."""
+
+    def lost(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        return None if client == 2 and step_of(data) == "vector" else grid.work(client, data)
+
+    three = replace(SECRET, topology={"clients": 3})
+    with pytest.raises(TooFewReplies, match="2 of 3 clients sent masked vectors, and the secure sum needs 3"):
+        carried(tmp_path / "run", lost, three)
+
+
+def test_after_shares_were_revealed_a_resume_has_the_same_clients_left(tmp_path: Path) -> None:
+    """Client 4 was away then; two answers were lost on their way, so the run stopped."""
+
+    def stuck(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        if round == 2 and client == 4 and step_of(data) == "vector":
+            return None
+        answer = grid.work(client, data)
+        return None if round == 2 and client in (0, 1) and step_of(data) == "revealed" else answer
+
+    asked = over_flower(SECRET, retries=0)
+    grid, folder = TroubledGrid(asked, tmp_path / "sites", stuck), tmp_path / "run"
+    with pytest.raises(TooFewReplies, match=r"2 of 5 clients revealed shares.* needs 3 .*; client 0: .*deadline"):
+        run(asked, folder, data=toys.blobs(), grid=grid)
+    grid.trouble = lambda g, client, round, before, data: None if client == 3 else g.work(client, data)
+    with pytest.raises(TooFewReplies, match=r"only if the same are left: 0, 1, 2, 3; client 3: .*resume when it is"):
+        resume(folder, data=toys.blobs(), grid=grid)
+    grid.trouble = None
+    resume(folder, data=toys.blobs(), grid=grid)
+    refused, summed = told_of(folder, 2)
+    assert "was not left when shares were revealed" in refused[4]
+    assert summed == {weight_of(0, 1, 2, 3)}
+    plain = over_flower(SECRET, retries=0)
+    carried(tmp_path / "plain" / "run", lambda g, c, r, b, d: None if (r, c) == (2, 4) else g.work(c, d), plain)
+    assert model(folder) == model(tmp_path / "plain" / "run")
+
+
+def test_what_a_sum_leaves_on_disk_is_its_owners_alone_and_a_new_run_may_overwrite_it(tmp_path: Path) -> None:
+    asked, folder = over_flower(SECRET, retries=0), tmp_path / "run"
+    run(asked, folder, data=toys.blobs())
+    kept = sorted(folder.glob("sites/*/client*/secure-sum*"))
+    assert len(kept) == 10
+    assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
+    run(asked, folder, data=toys.blobs(), overwrite=True)
 
 
 STAGE = Stage(1, 0, "train", (0, 1, 2))
@@ -173,7 +315,8 @@ class Asked:
         keys = {c: bytes(self.up(c, question("keys", word)).tensor("sum.keys").tolist()) for c in self.clerks}
         told = byte_tensors(keys)
         shares = {
-            c: as_bytes(self.up(c, question("shares", word, keys=told)).tensors("sum.shares")) for c in self.clerks
+            c: as_bytes(self.up(c, question("shares", word, keys=told)).tensors("sum.shares"), SEALED)
+            for c in self.clerks
         }
         masked = {c: self.up(c, self.vector(c, shares, word)).tensor("sum.vector") for c in self.clerks}
         return keys, shares, masked
@@ -200,9 +343,9 @@ def test_a_site_reveals_once_and_masks_one_model_only(tmp_path: Path) -> None:
     other = Payload({**server.vector(0, shares), "params": {k: v + 1 for k, v in server.model.params.items()}})
     assert "one mask hides one model only" in server.ask(0, other).failure
     assert torch.equal(server.up(0, server.vector(0, shares)).tensor("sum.vector"), masked[0]), "asked again, the same"
-    revealed = {c: as_bytes(server.reveal(c).up.tensors("sum.revealed")) for c in STAGE.clients}
+    revealed = {c: as_bytes(server.reveal(c).up.tensors("sum.revealed"), KEY) for c in STAGE.clients}
     assert "two sums would show a single model" in server.reveal(0, (0, 1)).failure
-    assert as_bytes(server.reveal(0).up.tensors("sum.revealed")) == revealed[0]
+    assert as_bytes(server.reveal(0).up.tensors("sum.revealed"), KEY) == revealed[0]
     made = Masking.of(server.settings.privacy, server.settings.method)
     assert made is not None
     of, numbers = made.begun(STAGE, STAGE.clients, "abc"), {c: v.numpy().view(np.uint64) for c, v in masked.items()}

@@ -12,7 +12,8 @@ pytest.importorskip("cryptography")
 pytest.importorskip("Crypto")
 
 from fedstill.errors import BadPayload, TooFewReplies
-from fedstill.secure.protocol import Sum, Summand, unmasked
+from fedstill.secure.protocol import Sum, Summand
+from fedstill.secure.unmasking import unmasked
 
 LENGTH = 40
 
@@ -172,6 +173,39 @@ def test_wrong_shares_of_a_client_that_dropped_out_are_noticed() -> None:
     masked = {c: np.zeros(2, dtype=np.uint64) for c in left}
     with pytest.raises(BadPayload, match="client 14, which dropped out, do not give its key"):
         unmasked(of, keys, shares, masked, revealed)
+
+
+@pytest.mark.parametrize("wrong", [(10,), (13,), (10, 12)])
+def test_wrong_shares_are_passed_over_where_enough_are_right(
+    wrong: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    of, clients = begun(6, 4)
+    keys, shares = answered(of, clients)
+    mine = vectors(of.clients, 2)
+    kept = {c: Summand.noted(of, c, one.note()) for c, one in clients.items()}
+    masked = {c: kept[c].masked(mine[c], {o: shares[o][c] for o in shares}) for c in of.clients}
+    revealed = {c: clients[c].revealed(of.clients) for c in of.clients}
+    for c in wrong:
+        revealed[c] = {other: bytes(len(share)) for other, share in revealed[c].items()}
+    total = unmasked(of, keys, shares, masked, revealed)
+    assert (total == sum(mine.values(), np.zeros(2, dtype=np.uint64))).all()
+    said = {record.message.partition(" that ")[2].split()[0] for record in caplog.records}
+    assert said == {str(c) for c in wrong}
+    revealed.update({c: {o: bytes(16) for o in of.clients} for c in (10, 11, 12)})
+    with pytest.raises(BadPayload, match="shares of client 10 do not give its seed"):
+        unmasked(of, keys, shares, masked, revealed)
+
+
+def test_shares_sent_again_are_the_same_and_who_cannot_be_read_is_named() -> None:
+    """One key seals one message: a site asked twice must not deal out anew under it."""
+    of, clients = begun()
+    keys = {c: one.public for c, one in clients.items()}
+    shares = {c: one.shares(keys) for c, one in clients.items()}
+    assert clients[10].shares(keys) == shares[10]
+    assert Summand.noted(of, 10, clients[10].note()).shares(keys) == shares[10]
+    mine = {o: shares[o][10] for o in shares}
+    assert clients[10].unread(mine) == []
+    assert clients[10].unread({**mine, 11: shares[11][12], 13: bytes(64), 99: bytes(64)}) == [11, 13, 99]
 
 
 def test_a_threshold_of_half_or_less_is_none() -> None:

@@ -17,7 +17,8 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.unmaskable import refuse_methods_without_sums
 from fedstill.secure.fixed_point import BITS, RANGE, FixedPoint
 from fedstill.secure.primitives import Masks
-from fedstill.secure.protocol import Sum, Summand, unmasked
+from fedstill.secure.protocol import Sum, Summand
+from fedstill.secure.unmasking import unmasked
 
 GONE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
 """Shares of the clients that drop out in the trials, in turn."""

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from fedstill.cli.app import app
+from fedstill.files import write_secret
 from fedstill.version import VERSION
 
 deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
@@ -123,13 +124,13 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
         wait: How many seconds to go on asking a server that does not list this client's key (yet).
         insecure_for_testing: Without TLS and without a key, to a server on a loopback address only.
     """
-    from fedstill.deploy import certificates, folder, greeting, programs, supervising
+    from fedstill.deploy import folder, greeting, programs, supervising
     from fedstill.experiment.on_flower.site_file import load_site
 
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")
     command = programs.supernode(member, insecure_for_testing)
-    certificates.write_secret(member.door, folder.new_key())
+    write_secret(member.door, folder.new_key())
     greeting.greet(member, insecure_for_testing)
     env = programs.environment(member.folder / "flwr")
     return supervising.keep_running(command, programs.tasks_of_client(member), env, wait)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstill.errors import ConfigError
-from fedstill.files import write_whole
+from fedstill.files import write_secret, write_whole
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -101,15 +100,6 @@ def make_client(path: Path) -> None:
     private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, none)
     write_secret(path, private)
     write_whole(path.with_name(path.name + ".pub"), public + b"\n")
-
-
-def write_secret(path: Path, data: bytes) -> None:
-    """Write a file that only its owner may read."""
-    before = os.umask(0o077)
-    try:
-        write_whole(path, data)
-    finally:
-        os.umask(before)
 
 
 def authority_of(folder: Path) -> Authority:

@@ -17,7 +17,7 @@ import tomli_w
 from fedstill.deploy import certificates
 from fedstill.deploy.flower_app import write_app
 from fedstill.errors import ConfigError, RunExists
-from fedstill.files import make_folder, write_whole
+from fedstill.files import make_folder, write_secret, write_whole
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARDS = ("0.0.0.0", "::")
@@ -97,7 +97,7 @@ def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: in
     federation.server.chmod(0o700)
     authority = certificates.make_authority(f"fedstill {hosts[0]}")
     certificates.write_authority(federation.folder, authority)
-    certificates.write_secret(federation.key, new_key())
+    write_secret(federation.key, new_key())
     _certify(federation, authority)
     for client in range(clients):
         _make_client(federation, client)
@@ -184,7 +184,7 @@ def ensure_key(federation: Federation) -> None:
     """Make the operator's key if there is none: a federation made by an earlier version has none."""
     federation.server.chmod(0o700)
     if not federation.key.is_file():
-        certificates.write_secret(federation.key, new_key())
+        write_secret(federation.key, new_key())
 
 
 def new_key() -> bytes:

@@ -15,14 +15,15 @@ from fedstill.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
 from fedstill.rounds import Engine
 from fedstill.secure.fixed_point import BITS, RANGE, FixedPoint, change_of, moved_by
 from fedstill.secure.primitives import Masks
-from fedstill.secure.protocol import Sum, Summand, unmasked
+from fedstill.secure.protocol import Sum, Summand
+from fedstill.secure.unmasking import unmasked
 from fedstill.watch import place
 from fedstill.wire.privacy import Privacy
 from fedstill.wire.reports import OWN
 from fedstill.work import ClientWork
 
 FEWEST_SUMMED = 3
-"""With fewer clients in a sum, one could subtract its own model and have the other's."""
+"""The clients that must be left in a sum: of two, each could subtract its own model and have the other's."""
 
 LEFT = 0.5
 """The share of a stage's clients more than which must stay where nothing else is said."""
@@ -52,7 +53,7 @@ class Masking:
             raise BadPayload(
                 f"{place(stage)}: a secure sum needs {FEWEST_SUMMED} clients, and the stage has {len(clients)}"
             )
-        threshold = int(self.share * len(clients)) + 1
+        threshold = max(FEWEST_SUMMED, int(self.share * len(clients)) + 1)
         return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)), word)
 
     def fixed(self, sum: Sum) -> FixedPoint:

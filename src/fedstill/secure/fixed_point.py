@@ -48,12 +48,13 @@ class FixedPoint:
     def encoded(self, change: Tensors, weight: int) -> Masks:
         """``weight`` times each entry, in the order of names, and the weight itself last: (entries + 1,) modulo 2^64.
 
-        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight.
+        Raises BadPayload for an entry that is not finite or beyond ``most``, or too large a weight: without the
+        client's own numbers, for the server is told why.
         """
         if not 0 <= weight <= self.heaviest:
             raise BadPayload(
-                f"weighs {weight} examples, over the {self.heaviest} that privacy.secure_bits = {self.bits} leaves "
-                "room for; set fewer bits, or method.aggregation = 'uniform'"
+                f"weighs more than the {self.heaviest} examples that privacy.secure_bits = {self.bits} leaves room "
+                "for; set fewer bits, or method.aggregation = 'uniform'"
             )
         parts = [self._whole(name, change[name]) * np.int64(weight) for name in sorted(change)]
         return np.concatenate([*parts, np.array([weight], dtype=np.int64)]).view(np.uint64)
@@ -87,8 +88,7 @@ class FixedPoint:
         whole = (wide / self._step(entry)).round().flatten()
         if wide.numel() and float(whole.abs().max()) > self.levels:
             raise BadPayload(
-                f"the change of {name} reaches {float(wide.abs().max()):.3g}, over privacy.secure_range = "
-                f"{self.most:g}; raise it, or lower plan.lr"
+                f"the change of {name} is over privacy.secure_range = {self.most:g}; raise it, or lower plan.lr"
             )
         return np.asarray(whole.to(torch.int64).numpy(), dtype=np.int64)
 

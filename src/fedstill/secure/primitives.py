@@ -7,6 +7,7 @@ too, but makes masks of a seed folded to 32 bits by a generator that is no ciphe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -52,6 +53,11 @@ def agreed_key(private: bytes, public: bytes, purpose: bytes) -> bytes:
     except ValueError as error:
         raise BadPayload(f"a public key is none: {error}") from error
     return _derived(secret, purpose)
+
+
+def demand_key(public: bytes) -> None:
+    """Raise BadPayload for a public key that nobody can agree on a secret with."""
+    agreed_key(os.urandom(KEY), public, b"none")
 
 
 def sealed(key: bytes, text: bytes, about: bytes) -> bytes:

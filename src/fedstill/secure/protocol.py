@@ -1,27 +1,27 @@
-"""The protocol of secure sums: what a client does in its four steps, and what the server makes of what it gets.
+"""The protocol of secure sums: what a client does in its four steps; ``unmasking`` is the server's part.
 
 Each client adds to its vector a mask of its own, and a mask for each other client, which the two agree on and which one
 adds and the other subtracts: these cancel in the sum. Both secrets are shared out among all before. Of clients whose
 vectors came, the others then give shares of the own mask; of those that dropped out, shares of the key of the common
 ones: never both. So the server learns the sum, and of no vector more than that.
 
-What is held: against a server that follows the protocol and looks at all it gets, and together with fewer than
-``threshold`` clients. Keys are passed on by the server and not signed: one that puts keys of its own in their place,
-and so plays the others to each client, is not withstood.
+What is held: against a server that follows the protocol and looks at all it gets, even together with ``threshold`` - 2
+clients: at least two others are left in a sum, and of these it learns the sum alone. Keys are passed on by the server
+and not signed: one that puts keys of its own in their place, and so plays the others to each client, is not withstood.
 
 Source: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning" (2017), figure 4,
 without signatures.
-Reading: the paper rounds and sums modulo R; here R is 2^64, so sums need no division.
+Reading: the paper rounds and sums modulo R; here R is 2^64, so sums need no division. With its keys a client sends the
+SHA-256 of its seed, so that the server notices wrong shares of a seed, as it does of a key, and passes them over.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from fedstill.errors import BadPayload, TooFewReplies
 from fedstill.secure.primitives import (
@@ -31,11 +31,15 @@ from fedstill.secure.primitives import (
     agreed_key,
     mask_of,
     public_half,
-    put_together,
     sealed,
     shared_out,
     unsealed,
 )
+
+PUBLIC = 3 * KEY
+"""Bytes of what a client sends in step 1: two public keys, and the SHA-256 of its seed."""
+SEALED = SEED + KEY + 16
+"""Bytes of a sealed share: of a seed and of a key, and the cipher's tag."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +74,16 @@ class Sum:
         return sorted(self.clients).index(client) + 1
 
 
+TABLES = ("keys", "sealed", "out")
+"""What a note of a client holds by client."""
+
+
 @dataclass
 class Summand:
     """One client in one sum, through its four steps: ``public``, ``shares``, ``masked``, ``revealed``.
 
     ``secrets``: two private keys (32 bytes each) and a seed (16), drawn from the operating system's generator. What it
-    was told in one step counts in the next.
+    was told in one step counts in the next. ``out``: the sealed shares that it sent: sent again, they are the same.
     """
 
     sum: Sum
@@ -84,28 +92,41 @@ class Summand:
     keys: dict[int, bytes] = field(default_factory=dict)
     sealed: dict[int, bytes] = field(default_factory=dict)
     left: tuple[int, ...] = ()
+    out: dict[int, bytes] = field(default_factory=dict)
 
     @property
     def public(self) -> bytes:
-        """Step 1: two public keys, 64 bytes: of common masks, and of sealed shares."""
-        return public_half(self._masking) + public_half(self._sealing)
+        """Step 1: two public keys, of common masks and of sealed shares, and the SHA-256 of the seed; 96 bytes."""
+        seed = sum_of_seed(self.sum, self.client, self._seed)
+        return public_half(self._masking) + public_half(self._sealing) + seed
 
     def shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
         """Step 2: shares of both secrets for each client with keys, itself included, each sealed for it alone."""
         self.sum.demand(keys, "sent keys")
         if keys.get(self.client) != self.public or len(set(keys.values())) < len(keys):
             raise BadPayload("the keys of the secure sum are not those of its clients")
-        if any(len(both) != 2 * KEY for both in keys.values()):
-            raise BadPayload("a client's keys are not 64 bytes")
+        if any(len(both) != PUBLIC for both in keys.values()):
+            raise BadPayload(f"a client's keys are not {PUBLIC} bytes")
         if self.keys and self.keys != dict(keys):
             raise BadPayload("the keys of the secure sum were others before")
+        if self.out:
+            return self.out
         self.keys = dict(keys)
         split = [shared_out(s, self.sum.threshold, len(self.sum.clients)) for s in (self._seed, self._masking)]
-        out = {}
         for other, both in sorted(self.keys.items()):
             text = b"".join(shares[self.sum.number(other) - 1] for shares in split)
-            key = agreed_key(self._sealing, both[KEY:], self.sum.purpose("shares", self.client, other))
-            out[other] = sealed(key, text, self.sum.purpose("shares", self.client, other))
+            about = self.sum.purpose("shares", self.client, other)
+            self.out[other] = sealed(agreed_key(self._sealing, both[KEY : 2 * KEY], about), text, about)
+        return self.out
+
+    def unread(self, received: Mapping[int, bytes]) -> list[int]:
+        """The clients whose sealed shares this one cannot read; before step 3, so that the sum can go on without."""
+        out = []
+        for other, message in sorted(received.items()):
+            try:
+                self._read(other, message)
+            except BadPayload:
+                out.append(other)
         return out
 
     def masked(self, vector: Masks, received: Mapping[int, bytes]) -> Masks:
@@ -141,15 +162,15 @@ class Summand:
 
     def note(self) -> str:
         """All of it but the sum, as JSON, for a client's own disk between two steps."""
-        tables = {name: {str(k): v.hex() for k, v in getattr(self, name).items()} for name in ("keys", "sealed")}
+        tables = {name: {str(k): v.hex() for k, v in getattr(self, name).items()} for name in TABLES}
         return json.dumps({"secrets": self.secrets.hex(), "left": list(self.left), **tables})
 
     @staticmethod
     def noted(sum: Sum, client: int, note: str) -> Summand:
         """The client of a note."""
         told = json.loads(note)
-        keys, kept = ({int(k): bytes.fromhex(v) for k, v in told[name].items()} for name in ("keys", "sealed"))
-        return Summand(sum, client, bytes.fromhex(told["secrets"]), keys, kept, tuple(told["left"]))
+        tables = {name: {int(k): bytes.fromhex(v) for k, v in told[name].items()} for name in TABLES}
+        return Summand(sum, client, bytes.fromhex(told["secrets"]), left=tuple(told["left"]), **tables)
 
     @property
     def _masking(self) -> bytes:
@@ -164,8 +185,13 @@ class Summand:
         return self.secrets[2 * KEY :]
 
     def _opened(self, other: int) -> bytes:
+        return self._read(other, self.sealed[other])
+
+    def _read(self, other: int, message: bytes) -> bytes:
         about = self.sum.purpose("shares", other, self.client)
-        text = unsealed(agreed_key(self._sealing, self.keys[other][KEY:], about), self.sealed[other], about)
+        if other not in self.keys:
+            raise BadPayload(f"client {other} sent shares and no keys")
+        text = unsealed(agreed_key(self._sealing, self.keys[other][KEY : 2 * KEY], about), message, about)
         if len(text) != SEED + KEY:
             raise BadPayload(f"client {other} sent no shares")
         return text
@@ -177,40 +203,6 @@ def common_mask(sum: Sum, private: bytes, own: int, other: int, public: bytes, l
     return mask_of(agreed_key(private, public[:KEY], purpose), length, purpose)
 
 
-def unmasked(
-    sum: Sum,
-    keys: Mapping[int, bytes],
-    shared: Collection[int],
-    masked: Mapping[int, Masks],
-    revealed: Mapping[int, Mapping[int, bytes]],
-) -> Masks:
-    """The server's part: the sum (n,) of the vectors of the clients in ``masked``, modulo 2^64.
-
-    keys: of step 1; shared: whose shares the others have, of step 2; masked, revealed: what came in steps 3 and 4.
-    Raises TooFewReplies below the threshold, BadPayload for vectors of unequal length and shares that fit no key.
-    """
-    sum.demand(masked, "sent masked vectors")
-    sum.demand(revealed, "revealed shares")
-    lengths = {len(vector) for vector in masked.values()}
-    if len(lengths) != 1:
-        raise BadPayload("masked vectors of one sum differ in their length")
-    total, (length,) = np.zeros(next(iter(lengths)), dtype=np.uint64), lengths
-    for vector in masked.values():
-        total = total + vector
-    for client in sorted(shared):
-        secret = _secret(sum, client, revealed)
-        if client in masked:
-            total = total - mask_of(secret, length, sum.purpose("own", client))
-            continue
-        if len(secret) != KEY or public_half(secret) != keys[client][:KEY]:
-            raise BadPayload(f"shares of client {client}, which dropped out, do not give its key")
-        for other in masked:
-            mask = common_mask(sum, secret, client, other, keys[other], length)
-            total = total + mask if client < other else total - mask
-    return total
-
-
-def _secret(sum: Sum, client: int, revealed: Mapping[int, Mapping[int, bytes]]) -> bytes:
-    there = [other for other in sorted(revealed) if client in revealed[other]]
-    sum.demand(there, f"revealed shares of client {client}")
-    return put_together({sum.number(other): revealed[other][client] for other in there[: sum.threshold]})
+def sum_of_seed(sum: Sum, client: int, seed: bytes) -> bytes:
+    """The SHA-256 of a client's seed in a sum, by which the server knows it when shares give it."""
+    return hashlib.sha256(sum.purpose("seed", client) + seed).digest()

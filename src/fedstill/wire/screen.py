@@ -117,9 +117,14 @@ def _envelope(reply: Reply, stage: Stage, downs: Mapping[int, Payload], seen: Ma
         return "was not asked"
     if reply.client in seen:
         return "replied twice"
-    if (reply.round, reply.stage) != (stage.round, stage.index):
-        return f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
-    return ""
+    return of_other_stage(reply, stage)
+
+
+def of_other_stage(reply: Reply, stage: Stage) -> str:
+    """Why a reply is not of this stage; empty if it is."""
+    if (reply.round, reply.stage) == (stage.round, stage.index):
+        return ""
+    return f"replied for round {reply.round} stage {reply.stage}, not {stage.round} and {stage.index}"
 
 
 def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -12,11 +14,14 @@ import torch
 from torch import Tensor
 
 from fedstill.engines.flower.flower_engine import FlowerEngine
+from fedstill.engines.flower.left_in_sums import note_left
 from fedstill.engines.masking import Masking, as_failed, common_start, demand_left, is_summed, known, or_all_failed
 from fedstill.errors import BadPayload
 from fedstill.records import NOTHING, Payload, Reply, Stage, Tensors
-from fedstill.secure.primitives import KEY, Masks
-from fedstill.secure.protocol import unmasked
+from fedstill.secure.primitives import KEY, SEED, Masks, demand_key
+from fedstill.secure.protocol import PUBLIC, SEALED, Sum
+from fedstill.secure.unmasking import unmasked
+from fedstill.wire.screen import of_other_stage
 from fedstill.work import ClientWork
 
 Answer = TypeVar("Answer")
@@ -26,6 +31,9 @@ PREFIX = "sum."
 
 STEPS = ("keys", "shares", "vector", "revealed")
 """The four steps, by what a client answers: ``sum.keys`` and so on."""
+
+UNREAD = f"{PREFIX}unread"
+"""What a client answers in the place of its vector if it cannot read some shares: whose."""
 
 
 def question(step: str, word: str, **more: Any) -> Payload:
@@ -38,12 +46,14 @@ def byte_tensors(of: Mapping[int, bytes]) -> dict[str, Tensor]:
     return {str(c): torch.tensor(list(data), dtype=torch.uint8) for c, data in sorted(of.items())}
 
 
-def as_bytes(tree: Tensors) -> dict[int, bytes]:
-    """Bytes by client out of a message; raises BadPayload for anything else."""
+def as_bytes(tree: Tensors, most: int) -> dict[int, bytes]:
+    """Bytes by client out of a message, at most so many each; raises BadPayload for anything else."""
     plain = (t.dtype == torch.uint8 and t.ndim == 1 and k.isdecimal() and len(k) < 10 for k, t in tree.items())
     if not all(plain):
         raise BadPayload("a step of a secure sum brings bytes by client, and nothing else")
-    return {int(name): bytes(t.tolist()) for name, t in tree.items()}
+    if any(len(t) > most for t in tree.values()):
+        raise BadPayload(f"a step of a secure sum brings more than {most} bytes for a client")
+    return {int(name): t.numpy().tobytes() for name, t in tree.items()}
 
 
 def as_tensor(vector: Masks) -> Tensor:
@@ -53,10 +63,15 @@ def as_tensor(vector: Masks) -> Tensor:
 
 @dataclass
 class SummedFleet:
-    """Clients over Flower whose models the server knows by their sum only (``secure.protocol``)."""
+    """Clients over Flower whose models the server knows by their sum only (``secure.protocol``).
+
+    ``folder``: the run's directory, where it is noted who was left, before shares are asked for: sites take part in
+    another sum of the same stage only with the same clients left.
+    """
 
     engine: FlowerEngine
     masking: Masking
+    folder: Path | None = None
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that are left; all of them fail where too few are."""
@@ -70,21 +85,43 @@ class SummedFleet:
         self.engine.commit(stage, clients)
 
     def _summed(self, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]) -> list[Reply]:
-        """The replies that the sum gives; ``came`` gets the reason of each client that drops out before its vector."""
-        word, start = secrets.token_hex(8), common_start(downs)
-        of = self.masking.begun(stage, stage.clients, word)
-        keys = self._asked(stage, {c: question("keys", word) for c in came}, came, _keys)
+        """The replies that the sum gives; ``came`` gets the reason of each client that drops out before its vector.
+
+        A sum with shares that most cannot read is begun anew, without the client that sent them.
+        """
+        while True:
+            word = secrets.token_hex(8)
+            of = self.masking.begun(stage, stage.clients, word)
+            try:
+                return self._tried(of, stage, downs, came)
+            except _Unread as error:
+                fresh = {c: Reply(c, NOTHING, 0, {}, stage.round, stage.index) for c in came}
+                lost = {c: came[c] for c in error.before}
+                lost[error.client] = as_failed(fresh[error.client], "most clients cannot read the shares that it sent")
+                came.update({**fresh, **lost})
+
+    def _tried(self, of: Sum, stage: Stage, downs: Mapping[int, Payload], came: dict[int, Reply]) -> list[Reply]:
+        """One sum of a stage, with the clients that have not failed; raises _Unread."""
+        word, start = of.word, common_start(downs)
+        before = [c for c, reply in came.items() if reply.failure]
+        asked = {c: question("keys", word) for c in came if c not in before}
+        keys = self._asked(stage, asked, came, _keys)
         demand_left(of, keys, list(came.values()), "sent keys")
         told = byte_tensors(keys)
         shares = self._asked(stage, {c: question("shares", word, keys=told) for c in keys}, came, _sealed_for(keys))
         demand_left(of, shares, list(came.values()), "sent shares")
         sealed = {c: byte_tensors({other: shares[other][c] for other in shares}) for c in shares}
         full = {c: Payload({**downs[c], **question("vector", word, sealed=sealed[c])}) for c in shares}
-        masked = self._asked(stage, full, came, _vector(start), hold=True)
+        vectors = self._asked(stage, full, came, _vector(start, shares), hold=True)
+        masked = _read_by_most(vectors, came, before)
         demand_left(of, masked, list(came.values()))
+        if self.folder is not None:
+            masked = note_left(self.folder, stage, of, masked, came)
         left = torch.tensor(sorted(masked))
-        last = {c: question("revealed", word, left=left) for c in masked}
-        revealed = self._asked(stage, last, {}, _revealed(shares))
+        last = {c: replace(came[c], failure="") for c in masked}
+        asked = {c: question("revealed", word, left=left) for c in masked}
+        revealed = self._asked(stage, asked, last, _revealed(shares, masked))
+        demand_left(of, revealed, list(last.values()), "revealed shares")
         told_of_sum, up = self.masking.mean(of, unmasked(of, keys, shares, masked, revealed), start)
         return [known(reply, up, told_of_sum) for reply in came.values()]
 
@@ -107,24 +144,50 @@ class SummedFleet:
             reply = self.engine.reply_of(answer, stage)
             if not reply.failure:
                 try:
+                    if other := of_other_stage(reply, stage):
+                        raise BadPayload(other)
                     out[reply.client] = read(reply.up)
                 except BadPayload as error:
                     reply = as_failed(reply, f"in a step of the secure sum: {error}")
             if reply.client in came:
-                came[reply.client] = replace(reply, up=NOTHING)
+                came[reply.client] = replace(reply, up=NOTHING, round=stage.round, stage=stage.index)
         return out
 
 
+class _Unread(Exception):
+    """Most clients cannot read the shares of one; ``before``: those that had failed when the sum began."""
+
+    def __init__(self, client: int, before: Collection[int]) -> None:
+        super().__init__(client)
+        self.client, self.before = client, before
+
+
+def _read_by_most(
+    vectors: Mapping[int, Masks | list[int]], came: dict[int, Reply], before: Collection[int]
+) -> dict[int, Masks]:
+    """The masked vectors; who cannot read another's shares drops out. Raises _Unread for shares that most cannot."""
+    masked = {c: vector for c, vector in vectors.items() if not isinstance(vector, list)}
+    unread = {c: senders for c, senders in vectors.items() if isinstance(senders, list)}
+    for sender, times in Counter(sender for senders in unread.values() for sender in senders).most_common(1):
+        if 2 * times > len(vectors) - (sender in vectors):
+            raise _Unread(sender, before)
+    for client, senders in unread.items():
+        came[client] = as_failed(came[client], f"it cannot read the shares that client {senders[0]} sent it")
+    return masked
+
+
 def _keys(up: Payload) -> bytes:
-    both = as_bytes({"0": up.tensor("sum.keys")})[0]
-    if len(both) != 2 * KEY:
-        raise BadPayload("its keys are not 64 bytes")
+    both = as_bytes({"0": up.tensor("sum.keys")}, PUBLIC)[0]
+    if len(both) != PUBLIC:
+        raise BadPayload(f"its keys are not {PUBLIC} bytes")
+    for key in (both[:KEY], both[KEY : 2 * KEY]):
+        demand_key(key)
     return both
 
 
 def _sealed_for(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
     def read(up: Payload) -> dict[int, bytes]:
-        shares = as_bytes(up.tensors("sum.shares"))
+        shares = as_bytes(up.tensors("sum.shares"), SEALED)
         if shares.keys() != set(clients):
             raise BadPayload("its shares are not for the clients with keys")
         return shares
@@ -132,10 +195,12 @@ def _sealed_for(clients: Collection[int]) -> Callable[[Payload], dict[int, bytes
     return read
 
 
-def _vector(like: Tensors) -> Callable[[Payload], Masks]:
+def _vector(like: Tensors, shared: Collection[int]) -> Callable[[Payload], Masks | list[int]]:
     length = sum(entry.numel() for entry in like.values()) + 1
 
-    def read(up: Payload) -> Masks:
+    def read(up: Payload) -> Masks | list[int]:
+        if set(up) == {UNREAD}:
+            return _senders(up.tensor(UNREAD), shared)
         vector = up.tensor("sum.vector")
         if vector.dtype != torch.int64 or vector.shape != (length,) or len(up) != 1:
             raise BadPayload(f"it sent something else than a masked vector of {length} numbers")
@@ -144,11 +209,21 @@ def _vector(like: Tensors) -> Callable[[Payload], Masks]:
     return read
 
 
-def _revealed(shared: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
+def _senders(numbers: Tensor, shared: Collection[int]) -> list[int]:
+    if numbers.dtype != torch.int64 or numbers.ndim != 1 or not 0 < len(numbers) <= len(shared):
+        raise BadPayload("it does not say whose shares it cannot read")
+    if not set(numbers.tolist()) <= set(shared):
+        raise BadPayload("it cannot read shares of clients that sent none")
+    return sorted(set(numbers.tolist()))
+
+
+def _revealed(shared: Collection[int], left: Collection[int]) -> Callable[[Payload], dict[int, bytes]]:
     def read(up: Payload) -> dict[int, bytes]:
-        shares = as_bytes(up.tensors("sum.revealed"))
+        shares = as_bytes(up.tensors("sum.revealed"), KEY)
         if not shares.keys() <= set(shared):
             raise BadPayload("it revealed shares of clients that have none")
+        if any(len(share) != (SEED if client in left else KEY) for client, share in shares.items()):
+            raise BadPayload("it revealed what is no share")
         return shares
 
     return read

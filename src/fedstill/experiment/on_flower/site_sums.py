@@ -13,14 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request, SiteReply
-from fedstill.engines.flower.sum_steps import PREFIX, STEPS, as_bytes, as_tensor, byte_tensors
+from fedstill.engines.flower.sum_steps import PREFIX, STEPS, UNREAD, as_bytes, as_tensor, byte_tensors
 from fedstill.engines.masking import Masking
 from fedstill.errors import Refused
-from fedstill.files import make_folder, write_whole
+from fedstill.files import make_folder, write_secret
 from fedstill.records import Payload, Reply
-from fedstill.secure.protocol import Summand
+from fedstill.secure.protocol import PUBLIC, SEALED, Summand
 
 NOTE, REVEALED = "secure-sum", "secure-sums"
 """Files in a client's folder: the sum that is under way, and who was left in those of which shares were revealed."""
@@ -46,7 +48,7 @@ class SiteSums:
         if step == "keys":
             up = Payload({PREFIX + step: byte_tensors({0: one.public})["0"]})
         elif step == "shares":
-            up = Payload({PREFIX + step: byte_tensors(one.shares(as_bytes(down.tensors("sum.keys"))))})
+            up = Payload({PREFIX + step: byte_tensors(one.shares(as_bytes(down.tensors("sum.keys"), PUBLIC)))})
         else:
             left = sorted(int(c) for c in down.tensor("sum.left").tolist())
             self._demand_same(left)
@@ -61,12 +63,15 @@ class SiteSums:
         asked = replace(self.request, down=plain)
         if self._asked(word) not in ("", asked.digest()):
             raise Refused("this site has masked another answer in this sum: one mask hides one model only")
+        received = as_bytes(down.tensors("sum.sealed"), SEALED)
+        if unread := one.unread(received):
+            return self._reply(Payload({UNREAD: torch.tensor(unread)}))
         done = work(asked)
         if done.failure:
             return done
         reply = Reply(done.client, done.up, done.examples)
         vector = self.masking.vector(one.sum, reply, plain)
-        masked = one.masked(vector, as_bytes(down.tensors("sum.sealed")))
+        masked = one.masked(vector, received)
         self._keep(one, word, asked.digest())
         seconds = {k: v for k, v in done.metrics.items() if k in ("seconds", "seconds_training")}
         return replace(
@@ -94,7 +99,7 @@ class SiteSums:
     def _keep(self, one: Summand, word: str, asked: str = "") -> None:
         make_folder(self.desk.place)
         told = {"of": self._of(word), "note": one.note(), "asked": asked or self._asked(word)}
-        write_whole(self.desk.place / NOTE, json.dumps(told).encode())
+        write_secret(self.desk.place / NOTE, json.dumps(told).encode())
 
     def _asked(self, word: str) -> str:
         """What the vector that was masked in this sum was asked for; empty if none was."""
@@ -119,7 +124,7 @@ class SiteSums:
     def _note_revealed(self, left: list[int]) -> None:
         """Before the shares leave."""
         told = {**self._revealed(), self._stage_name: left}
-        write_whole(self.desk.place / REVEALED, json.dumps(told).encode())
+        write_secret(self.desk.place / REVEALED, json.dumps(told).encode())
 
     @property
     def _stage_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -28,12 +29,12 @@ NEAR = 1e-4
 """How near a fold must come to what it makes of means, relative to the largest number."""
 
 
-def with_masking(engine: Engine, settings: Settings) -> Engine:
-    """The engine of a run; where its config asks for them, with secure sums."""
+def with_masking(engine: Engine, settings: Settings, folder: Path | None = None) -> Engine:
+    """The engine of a run; where its config asks for them, with secure sums. ``folder``: the run's directory."""
     masking = Masking.of(settings.privacy, settings.method)
     if masking is None:
         return engine
-    return SummedFleet(engine, masking) if isinstance(engine, FlowerEngine) else MaskedEngine(engine, masking)
+    return SummedFleet(engine, masking, folder) if isinstance(engine, FlowerEngine) else MaskedEngine(engine, masking)
 
 
 def refuse_unmaskable(settings: Settings, world: World) -> None:

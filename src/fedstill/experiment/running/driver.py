@@ -155,7 +155,7 @@ class Driver:
         while state.round <= last:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
-            summed = with_masking(with_hostile(self.engine, self.settings), self.settings)
+            summed = with_masking(with_hostile(self.engine, self.settings), self.settings, self.folder)
             engine = WithinBudget(summed, self.measuring.budget)
             state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
