@@ -20,6 +20,7 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.named_in_config import files_in
 from fedstill.experiment.on_flower.site import Clerk
 from fedstill.experiment.on_flower.site_file import Site, load_site
 from fedstill.experiment.preparing.prepared import prepare
@@ -60,6 +61,49 @@ def test_a_request_is_answered_and_the_same_one_again_from_the_kept_reply(tmp_pa
     assert kept.stat().st_mtime_ns == before
     assert again.header() == first.header(), "seconds and all: it is the kept one"
     assert all(torch.equal(again.up.params[k], first.up.params[k]) for k in first.up.params)
+
+
+def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_path: Path) -> None:
+    """Else a server could have any table on the site's disk trained on, and ask for its label counts."""
+    rows = [f"{30 + i % 40},{180 + i % 90},{'yes' if i % 4 == 0 else 'no'}" for i in range(120)]
+    private = tmp_path / "patients.csv"
+    private.write_text("\n".join(["age,chol,sick", *rows]) + "\n")
+    asked = toys.toy(topology={"clients": 1}, data={"name": str(private), "label_column": "sick"})
+    settings = settle(replace(asked, engine="flower", model={"name": "mlp", "hidden": [4]}))
+    world, config = prepare(settings).world, settings.toml
+    stage, down = Stage(1, 0, "train", (0,)), Payload(params=world.initial(0))
+    request = Request(fedstill.__version__, config, digest(config.encode()), "run1", 0, stage, down=down)
+    answer = Clerk(Site(0, tmp_path / "memory"))(request)
+    assert "has this site read" in answer.failure
+    assert "patients.csv" in answer.failure
+    assert not answer.up
+    assert Clerk(Site(0, tmp_path / "memory", files=(str(private),)))(request).failure == ""
+
+
+def test_a_table_of_fifty_thousand_columns_fits_a_request_and_what_does_not_is_said_at_the_server() -> None:
+    names = [f"gene_{i:09d}" for i in range(50_000)]
+    facts = {"columns": names, "features": names, "mean": [0.123456789012345] * 50_000, "std": [1.0] * 50_000}
+    request = replace(request_of(settings_of()), facts=facts)
+    assert Request.of(request.header(), request.down).facts == facts
+    with pytest.raises(ConfigError, match=r"over the limit of 16,777,216; give it fewer columns"):
+        replace(request, facts={"columns": names * 30}).header()
+
+
+def test_what_a_configuration_has_a_site_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDSTILL_DATA", str(tmp_path))
+    for name in ("owner/here", "kept.json", "wards"):
+        (tmp_path / name).mkdir(parents=True)
+    by_name = {"name": "digits", "public_from": "noise", "tokenizer": "words"}
+    for data in ({}, by_name, {"name": "ham10000_28"}, {"name": "owner/away", "public_from": "train"}):
+        assert files_in({"data": data}) == []
+    for key, value in {"name": "wards", "folder": "/data", "public_from": "~/scans", "tokenizer": "t.json"}.items():
+        assert files_in({"data": {**by_name, key: value}}) == [value]
+    assert files_in({"data": "owner/here"}) == ["owner/here"]
+    assert files_in({"data": by_name, "start_from": "runs/one"}) == ["runs/one"]
+    there = str(tmp_path / "kept.json")
+    assert files_in({"partition": {"kind": "kept", "file": there}, "model": {"name": "a/b"}}) == [there]
+    assert files_in({"data": {"features_of": {"name": "timm/net", "file": there}}}) == [there]
 
 
 def test_a_request_for_the_same_stage_with_another_content_is_worked_out_anew(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.measures.sphere import directions
-from fedstill.experiment.on_flower.site import code_in
+from fedstill.experiment.on_flower.named_in_config import code_in
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run

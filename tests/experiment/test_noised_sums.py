@@ -18,6 +18,7 @@ from fedstill.experiment.preparing.noised_sums import LEAST_SPREAD, NoisedSums
 from fedstill.experiment.preparing.summing import SumUp
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
+from fedstill.records import Payload, Reply
 from fedstill.wire.privacy import SUMS_GROUP, Privacy
 
 WORK = NoisedSums((3,), (1,), (0, 2), (0.0, -2.0), (100.0, 2.0), 5.0)
@@ -65,6 +66,46 @@ def test_noise_has_the_spread_that_is_accounted_for() -> None:
     clean = wide.sent(values).tensor(SUMS_GROUP)
     noised = Privacy(clip=wide.clip, noise=0.5).protect(wide.sent(values), None).tensor(SUMS_GROUP)
     assert float((noised - clean).std()) == pytest.approx(0.5 * wide.clip, rel=0.05)
+
+
+def reply(work: SumUp, examples: int = 20, **groups: torch.Tensor) -> Reply:
+    return Reply(0, Payload(**groups), examples, {}, 0, 1)
+
+
+def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not() -> None:
+    """One number near the largest there is would make a mean of all clients that is none."""
+    noisy = replace(WORK, noise=8.0)
+    own = noisy.sent(torch.zeros(4, 3))
+    for seed in range(50):
+        up = Privacy(clip=noisy.clip, noise=8.0).protect(own, seed)
+        assert noisy.refuses(reply(noisy, **up)) == ""
+    far = own.tensor(SUMS_GROUP).clone()
+    far[1, 0] = 1.7e308
+    assert "its sums hold 1.7e+308, and with noise they are at most 1.61e+03" in noisy.refuses(
+        reply(noisy, noised_sums=far)
+    )
+    assert WORK.refuses(reply(WORK, **WORK.sent(torch.tensor([[1e9, 0.0, -1e9]])))) == ""
+    assert "are at most 5" in WORK.refuses(reply(WORK, noised_sums=torch.full((2, 2), 5.1)))
+
+
+@pytest.mark.parametrize(
+    ("count", "total", "squares"),
+    [(20.0, 1.7e308, 1.7e308), (20.0, 30.0, 10.0), (0.0, 0.0, 1.0), (20.0, 0.0, -1.0), (0.0, 1.0, 0.0)],
+)
+def test_plain_sums_that_no_numbers_have_are_refused(count: float, total: float, squares: float) -> None:
+    work = SumUp((1,))
+    sums = dict(
+        zip(
+            ("count", "total", "squares"), torch.tensor([[count], [total], [squares]], dtype=torch.float64), strict=True
+        )
+    )
+    assert "no numbers have the sums" in work.refuses(reply(work, **sums))
+
+
+@pytest.mark.parametrize("values", [[3.0] * 7, [0.0], [1e-200, 2e-200], [1e150, -1e150], [float("nan")] * 2])
+def test_the_sums_of_any_numbers_are_accepted(values: list[float]) -> None:
+    work = SumUp((1,))
+    assert work.refuses(reply(work, len(values), **work.sent(torch.tensor(values, dtype=torch.float64)[:, None]))) == ""
 
 
 def test_plain_sums_have_no_rows_to_account_for() -> None:

@@ -14,7 +14,7 @@ import toys
 from fedstill.engines.vectorised import why_not
 from fedstill.errors import FedstillError, Interrupted
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.on_flower.site import code_in
+from fedstill.experiment.on_flower.named_in_config import code_in
 from fedstill.experiment.running.provenance import sources
 from fedstill.experiment.running.runner import resume, run
 from fedstill.model_spec import as_pairs, as_table_again

@@ -35,6 +35,7 @@ memory = "memory"        # what the client remembers from round to round; must s
 # tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
 # accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
+# files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstill.errors import BadPayload, cut_reason, on_one_line
+from fedstill.errors import BadPayload, ConfigError, cut_reason, on_one_line
 from fedstill.files import digest
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import encode
@@ -18,6 +18,10 @@ Version = tuple[str, str]
 """A client's memory of a stage: the name of its file on the client's disk, and that file's SHA-256."""
 
 MAX_HEADER = 1 << 20
+"""The most characters of an answer's header."""
+
+MAX_REQUEST = 16 << 20
+"""The most characters of a request's header, which holds the names, means and spreads of all columns of a table."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,17 @@ class Request:
     down: Payload = NOTHING
 
     def header(self) -> str:
-        """Everything but the payload, as JSON."""
+        """Everything but the payload, as JSON; raises ConfigError where no site would read it."""
         s = self.stage
         stage = [s.round, s.index, s.name, list(s.clients), s.view, s.hop]
         values = {k: getattr(self, k) for k in ("version", "config", "sha", "run", "client", "memory", "facts")}
-        return json.dumps({**values, "stage": stage}, sort_keys=True)
+        text = json.dumps({**values, "stage": stage}, sort_keys=True)
+        if len(text) > MAX_REQUEST:
+            raise ConfigError(
+                f"what each site is told of the run takes {len(text):,} characters, over the limit of {MAX_REQUEST:,}; "
+                "give it fewer columns (data.columns), or shorter names"
+            )
+        return text
 
     def digest(self) -> str:
         """SHA-256 of the whole request: the same question has the same answer."""
@@ -53,7 +63,7 @@ class Request:
     @staticmethod
     def of(header: str, down: Payload) -> Request:
         """The request in a header and a payload; raises BadPayload for what is none."""
-        h = _json(header)
+        h = _json(header, MAX_REQUEST)
         stage = _typed(h, "stage", list)
         if len(stage) != 6:
             raise BadPayload("stage does not have six parts")
@@ -105,7 +115,7 @@ class SiteReply:
     @staticmethod
     def of(header: str, up: Payload) -> SiteReply:
         """The answer in a header and a payload; raises BadPayload for what is none."""
-        h = _json(header)
+        h = _json(header, MAX_HEADER)
         return SiteReply(
             _count(h, "client"),
             _count(h, "round"),
@@ -125,9 +135,9 @@ def _metrics(given: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _json(text: str) -> dict[str, Any]:
-    if len(text) > MAX_HEADER:
-        raise BadPayload(f"a header of {len(text)} characters is over the limit of {MAX_HEADER}")
+def _json(text: str, most: int) -> dict[str, Any]:
+    if len(text) > most:
+        raise BadPayload(f"a header of {len(text)} characters is over the limit of {most}")
     try:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:

@@ -21,7 +21,8 @@ from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.on_flower.at_site import Ready
 from fedstill.experiment.on_flower.facts import Facts
-from fedstill.experiment.on_flower.site import Clerk, code_in
+from fedstill.experiment.on_flower.named_in_config import code_in, files_in
+from fedstill.experiment.on_flower.site import Clerk
 from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.files import digest
@@ -90,12 +91,13 @@ def patience(settings: Settings) -> Patience:
 def trial_app(settings: Settings, dataset: Dataset | None, folder: Path) -> ClientApp:
     """A ClientApp whose nodes are the clients of a simulation: each on its part of the data, its memory in a folder.
 
-    They belong to the server's own user, so they import whatever code its configuration names.
+    They belong to the server's own user, so they import whatever code its configuration names, and read its files.
     """
-    imports, ready = tuple(code_in(settings.tree)), dict[str, Ready]()
+    imports, files = tuple(code_in(settings.tree)), tuple(files_in(settings.tree))
+    ready = dict[str, Ready]()
 
     def clerk_of(context: Any) -> tuple[int, Does]:
         client = int(context.node_config["partition-id"])
-        return client, Clerk(Site(client, folder, imports=imports), dataset, ready)
+        return client, Clerk(Site(client, folder, imports=imports, files=files), dataset, ready)
 
     return client_app(clerk_of, settings.flower.max_mb << 20)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from filelock import FileLock
 
@@ -17,13 +15,12 @@ from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.masking import Masking
 from fedstill.engines.memory import Memory
 from fedstill.errors import FedstillError, Refused, cut_reason, on_one_line
-from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.at_site import Ready, on_own_data, on_own_tasks
 from fedstill.experiment.on_flower.facts import Facts
+from fedstill.experiment.on_flower.named_in_config import code_in, files_in
 from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
 from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.on_flower.site_sums import SiteSums
@@ -165,6 +162,13 @@ class Clerk:
             if name not in self.site.imports:
                 raise Refused(f"the configuration names code, {name!r}, that this site does not list under imports")
         settings = settle(from_tree(tree, {}, None))
+        in_memory = settings.on_sites or self.dataset is not None
+        for name in () if in_memory else files_in(tree):
+            if name not in self.site.files:
+                raise Refused(
+                    f"the configuration has this site read {name!r}, which its site.toml does not list under files: a "
+                    "trial is on data sets by their names; or set flower.data = 'sites'"
+                )
         if settings.toml != request.config:
             raise Refused("the configuration resolves to other values at this site: install the same versions")
         for measure in settings.measure:
@@ -185,20 +189,3 @@ class Clerk:
         if site.tasks:
             raise Refused("this site has a folder for each task, and this run has no tasks: set stream.kind = 'sites'")
         return on_own_data(settings, facts, site)
-
-
-def code_in(tree: Mapping[str, Any]) -> list[str]:
-    """Names in a configuration that would import code beyond fedstill's own."""
-    named = [_text(tree, table, key) for table, (key, _) in NAMED.items()]
-    models = tree.get("clients", {}).get("models", []) if isinstance(tree.get("clients"), Mapping) else []
-    measures = tree.get("measure", [])
-    named += [str(m) for m in measures] if isinstance(measures, (list, tuple)) else [str(measures)]
-    named += [_text(tree, "data", "name"), _text(tree, "data", "public_from"), *words(models)]
-    named += words(model) if isinstance(model := tree.get("model"), Mapping) else []
-    named += words(data.get("features_of")) if isinstance(data := tree.get("data"), Mapping) else []
-    return sorted({n for n in named if ":" in n or n.endswith(".py")})
-
-
-def _text(tree: Mapping[str, Any], table: str, key: str) -> str:
-    value = tree.get(table)
-    return str(value.get(key, "")) if isinstance(value, Mapping) else str(value or "")

@@ -22,6 +22,7 @@ class Site:
     ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the tokenizer's file, for
     runs on texts that have one. ``accept``: SHA-256 of the configurations it runs;
     empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    ``files``: files and folders that the configuration of a trial may have it read, as they are written there.
     ``refuse``: measures that it takes part in no run with.
     """
 
@@ -34,6 +35,7 @@ class Site:
     tokenizer: str = ""
     accept: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
 
 

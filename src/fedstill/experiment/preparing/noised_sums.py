@@ -19,10 +19,14 @@ from fedstill.data.form import About
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.moments import Moments
-from fedstill.experiment.preparing.summing import Answers, SumUp
+from fedstill.experiment.preparing.summing import ROUNDING, Answers, SumUp
 from fedstill.records import Payload, Reply
 from fedstill.wire.privacy import SUMS_GROUP
 
+FAR = 40.0
+"""Nothing that a client sends is further than this times the noise's spread from what it may be without: of normal
+numbers one in 10^349 is.
+"""
 LEAST_SPREAD = 0.1
 """The least spread that noise may leave, as a share of half the width of a column's limits."""
 
@@ -31,13 +35,15 @@ LEAST_SPREAD = 0.1
 class NoisedSums(SumUp):
     """Send means of clipped values and squares, on which the engine puts noise.
 
-    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the largest norm of a row.
+    ``places``: the columns that are standardised; ``low``, ``high``: their limits; ``clip``: the largest norm of a row;
+    ``noise``: the spread of the noise on every number, in units of it.
     """
 
     places: tuple[int, ...] = ()
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     clip: float = 1.0
+    noise: float = 0.0
 
     @property
     def rows(self) -> int:
@@ -52,10 +58,7 @@ class NoisedSums(SumUp):
         centre, half = self._scale
         scaled = ((by_column - centre[:, None]) / half[:, None]).clamp(-1, 1)
         means, squares = scaled.nanmean(1), (scaled * scaled).nanmean(1)
-        means, squares = (
-            means.nan_to_num(0.0),
-            squares.nan_to_num(1 / 3),
-        )  # of unknown columns
+        means, squares = means.nan_to_num(0.0), squares.nan_to_num(1 / 3)  # of unknown columns
         rows = torch.stack([means, 2 * squares - 1], 1) / math.sqrt(2)
         return Payload({SUMS_GROUP: self.clip * rows})
 
@@ -73,7 +76,10 @@ class NoisedSums(SumUp):
         return Moments(tuple(means), tuple(stds))
 
     def refuses(self, reply: Reply) -> str:
-        """Nothing: with noise, any number may come."""
+        """Why clipped rows with noise cannot be these: a number too far from them; empty if they may be."""
+        rows, most = reply.up.get(SUMS_GROUP), self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
+        if isinstance(rows, Tensor) and rows.is_floating_point() and bool((rows.abs() > most).any()):
+            return f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most {most:.3g}"
         return ""
 
     @property
@@ -108,4 +114,4 @@ def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp
         )
     pairs = [(limits or {})[names[i]] for i in places]
     lows, highs = (tuple(float(pair[k]) for pair in pairs) for k in (0, 1))
-    return NoisedSums(shape, about.marks, tuple(places), lows, highs, privacy.clip)
+    return NoisedSums(shape, about.marks, tuple(places), lows, highs, privacy.clip, privacy.noise)

@@ -25,6 +25,9 @@ SUMS = ("count", "total", "squares")
 ROUNDING = 1e-9
 """By what share of it a sum of squares may be too small, as float64 rounds."""
 
+TINY = 1e-150
+"""Numbers below it have squares that float64 does not hold."""
+
 Answers = Sequence[tuple[Payload, int]]
 """What each client sent, and how many examples it has."""
 
@@ -73,7 +76,9 @@ class SumUp(ClientWork):
         most = reply.examples * (self.shape[1] if len(self.shape) > 1 else 1)
         if bool(((count < 0) | (count > most) | (count != count.round())).any()):
             return f"its sums count {float(count.max()):g} values, and it claims {most}"
-        if bool((total * total > count * squares * (1 + ROUNDING)).any()):  # by Cauchy and Schwarz
+        # by Cauchy and Schwarz, in roots, which stay finite; squares of tiny numbers are 0
+        roots = (count * (1 + ROUNDING)).sqrt() * squares.sqrt() + count * TINY
+        if bool((~(total.abs() <= roots) | ((count == 0) & (squares > 0))).any()):
             return "no numbers have the sums and the sums of squares that it sends"
         return ""
 
