@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,17 +18,22 @@ from torch import nn
 
 import toys
 from fedstill import registry
+from fedstill.engines.flower.desk import Desk
+from fedstill.engines.flower.requests import Request
 from fedstill.engines.private import Private, noised_mean, poisson_batches, rate_and_steps
-from fedstill.errors import BudgetSpent, ConfigError, IncompatibleMethod
+from fedstill.errors import BudgetSpent, ConfigError, IncompatibleMethod, Refused
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.keys import generator, seed_for
 from fedstill.metrics.epsilon_audit import epsilon_at_least
 from fedstill.plan import Plan
-from fedstill.records import Payload
+from fedstill.records import Payload, Stage
 from fedstill.wire.moments_accountant import training_epsilon
+from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 
@@ -102,6 +113,88 @@ def test_poisson_batches_take_each_example_by_itself() -> None:
     ]
     secret = [next(poisson_batches(50, plan, generator(1), torch.device("cpu"), secret=True)) for _ in range(2)]
     assert any(not torch.equal(a, b) for a, b in zip(*secret, strict=True)), "on a real site no seed repeats them"
+
+
+def test_secret_batches_are_drawn_by_no_generator_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose seeds have 32 bits: who tries them all would know who was in which batch."""
+    monkeypatch.setattr(torch, "rand", None)
+    monkeypatch.setattr(torch, "Generator", None)
+    epochs = poisson_batches(50, Plan(epochs=200, batch=20), None, torch.device("cpu"), secret=True)  # type: ignore[arg-type]
+    batches = [b for e in epochs for b in e]
+    sizes = np.array([len(b) for b in batches])
+    assert sizes.mean() == pytest.approx(20, abs=1)
+    assert sizes.var() == pytest.approx(50 * 0.4 * 0.6, rel=0.3)
+    often = np.bincount(torch.cat(batches).numpy(), minlength=50) / len(batches)
+    assert often.min() > 0.3
+    assert often.max() < 0.5
+
+
+def budget(**privacy: float) -> TrainingBudget:
+    """A real site's, at the server."""
+    made = Privacy(gradient_clip=1.0, gradient_noise=1.0, delta=1e-5, **privacy)
+    world: Any = SimpleNamespace(plans={"train": Plan(epochs=2, batch=50)}, clients=1)
+    return TrainingBudget(made, world, {})
+
+
+def stages() -> Iterator[Stage]:
+    return (Stage(r, 0, "train", (0,)) for r in itertools.count(1))
+
+
+@pytest.mark.parametrize("epsilon", [3.0, 5.0, 8.0])
+def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(epsilon: float) -> None:
+    site, simulated = budget(epsilon=epsilon), replace(budget(epsilon=epsilon), examples={("train", 0): 1000})
+    last = []
+    for one in (site, simulated):
+        for stage in stages():
+            try:
+                one.demand(stage, [0])
+            except BudgetSpent:
+                last.append(stage.round)
+                break
+            one.mark(stage, [{"client": 0, "examples": 1000}], {})
+            assert (one.spent(0) or 0) <= epsilon
+    assert last[0] == last[1] > 1
+
+
+def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_resume() -> None:
+    site, events = budget(), []
+    for stage in itertools.islice(stages(), 3):
+        came = [{"client": 0, "examples": 10_000}]
+        site.mark(stage, came, {})
+        events += came
+    again = budget()
+    again.count(events)
+    for one in (site, again):
+        one.mark(Stage(4, 0, "train", (0,)), [{"client": 0, "refused": "failed: did not reply"}], {})
+    assert site.steps == again.steps == {0: Counter({0.005: 4 * 400})}
+    unknown = budget()
+    unknown.mark(Stage(1, 0, "train", (0,)), [{"client": 0, "refused": "failed: did not reply"}], {})
+    assert unknown.steps == {0: Counter({1.0: 2})}
+
+
+def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) -> None:
+    """Data that grow make later steps cheaper, and not those that were trained before."""
+    n, plan, true = [200], Plan(epochs=2, batch=100), Counter[float]()
+    private = Privacy(gradient_clip=1.0, gradient_noise=1.0, epsilon=11.0, delta=1e-5)
+    settings = SimpleNamespace(plans={"train": plan}, privacy=private)
+    ready: Any = SimpleNamespace(settings=settings, sites=SimpleNamespace(trains_on=lambda client, stage: n[0]))
+    desk = Desk(tmp_path, "run1", 0)
+    desk.place.mkdir(parents=True)
+
+    def trained(stage: Stage) -> None:
+        n[0] = 200 if stage.round < 3 else 20_000
+        request = Request("", "", "", "run1", 0, stage)
+        demand_budget(ready, request, desk)
+        rate, steps = private_visit(ready, request)
+        desk.note_noise(stage, steps, rate)
+        true[rate] += steps
+        assert desk.noised_steps(0) == true
+        assert (training_epsilon(1.0, true, 1e-5) or 0) <= 11.0
+
+    with pytest.raises(Refused, match="would cost this site more"):
+        all(trained(stage) is None for stage in stages())
+    (desk.place / "noised").write_text("0000001-0000000:7\n0000002-0000000\n")
+    assert desk.noised_steps(4) == Counter({1.0: 11}), "noted without a rate: the worst"
 
 
 def test_no_example_moves_a_step_by_more_than_its_clip() -> None:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,13 +41,21 @@ def poisson_batches(
     """
     if n == 0:
         return
-    if secret:
-        order = torch.Generator().manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
     per_epoch, rate = -(-n // plan.batch), min(1.0, plan.batch / n)
     steps = plan.steps or plan.epochs * per_epoch
     for begin in range(0, steps, per_epoch):
-        draws = [torch.rand(n, generator=order, dtype=torch.float64) < rate for _ in range(begin, begin + per_epoch)]
+        draws = [_taken(n, rate, None if secret else order) for _ in range(begin, begin + per_epoch)]
         yield [resident(taken.nonzero().flatten(), device) for taken in draws[: steps - begin]]
+
+
+def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
+    """Which of n examples a step takes, (n,) bool; without a generator drawn by the operating system's: a seed of
+    torch's has 32 bits, which can be tried out, and an amplification by sampling supposes draws that nobody knows.
+    """
+    if order is not None:
+        return torch.rand(n, generator=order, dtype=torch.float64) < rate
+    words = np.frombuffer(os.urandom(8 * n), dtype=np.uint64)
+    return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53 < rate)
 
 
 Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +27,8 @@ class Desk:
     For each stage done: the memory it left, ``clientN-roundR-stageS.safetensors``, if it left one; and then the reply,
     which is only written when the memory is safe. So a stage that was asked for twice is answered from its reply, and
     one that was cut short is done again from the memory that counts. Stages that were answered with noise stay noted
-    in the file ``noised``, one a line, when their replies are gone.
+    in the file ``noised``, one a line, when their replies are gone: ``stage:rows`` of logits, ``stage:steps:rate`` of
+    private training.
     """
 
     folder: Path
@@ -79,10 +81,25 @@ class Desk:
         """How many rows with noise this client has sent; ``unknown``: of each stage noted without their number."""
         return sum(int(rows) if rows else unknown for _, _, rows in (noted.partition(":") for noted in self.noised()))
 
-    def note_noise(self, stage: Stage, rows: int) -> None:
-        """Note, before it leaves, that the answer of a stage has so many rows with noise."""
+    def noised_steps(self, unknown: int) -> Counter[float]:
+        """How many noised steps this client has trained, by the probability with which they took an example.
+
+        ``unknown``: of each stage noted without their number; a stage noted without its probability counts as if every
+        step had taken all examples.
+        """
+        steps = Counter[float]()
+        for noted in self.noised():
+            _, many, rate = (*noted.split(":"), "", "")[:3]
+            steps[float(rate or 1)] += int(many or unknown)
+        return steps
+
+    def note_noise(self, stage: Stage, rows: int, rate: float | None = None) -> None:
+        """Note, before it leaves, that the answer of a stage has so many rows with noise.
+
+        ``rate``: of private training, the probability with which each of so many steps took an example.
+        """
         if not self.noised_before(stage):
-            lines = [*self.noised(), f"{_named(stage)}:{rows}"]
+            lines = [*self.noised(), f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}"]
             write_whole(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:

@@ -87,9 +87,9 @@ class Clerk:
             )
         answer = kept or self._work(ready, request, desk)
         privacy = ready.settings.privacy
-        sent = private_visit(ready, request)[1] if privacy.trains else rows_of(answer.up) if privacy.on else 0
+        rate, sent = private_visit(ready, request) if privacy.trains else (None, rows_of(answer.up) * privacy.on)
         if ready.settings.on_sites and sent and not answer.failure:
-            desk.note_noise(request.stage, sent)
+            desk.note_noise(request.stage, sent, rate)
         return answer
 
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fedstill.engines.flower.desk import Desk
 from fedstill.engines.flower.requests import Request
 from fedstill.engines.private import rate_and_steps
@@ -19,10 +21,14 @@ def private_visit(ready: Prepared, request: Request) -> tuple[float, int]:
 
 
 def demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:
-    """Raise Refused where private training costs the site more than its run allows, by its own notes."""
+    """Raise Refused where private training costs the site more than its run allows, by its own notes.
+
+    Each step counts with the probability that it had: data that grow make later steps cheaper, not earlier ones.
+    """
     privacy, (rate, steps) = ready.settings.privacy, private_visit(ready, request)
-    plans = ready.settings.plans
-    widest = max([rate, *(rate_and_steps(ready.sites.trains_on(request.client, s), p)[0] for s, p in plans.items())])
-    after = training_epsilon(privacy.sigma, {widest: desk.noised_rows(steps) + steps}, privacy.delta)
-    if privacy.epsilon is not None and steps and (after is None or after > privacy.epsilon):
+    if privacy.epsilon is None or not steps:
+        return
+    taken = desk.noised_steps(steps) + Counter({rate: steps})
+    after = training_epsilon(privacy.sigma, taken, privacy.delta)
+    if after is None or after > privacy.epsilon:
         raise Refused(f"{steps} more steps would cost this site more than privacy.epsilon allows it")

@@ -20,15 +20,16 @@ from fedstill.wire.privacy import Privacy
 class TrainingBudget:
     """Counts each client's noised steps, by the probability with which they took an example.
 
-    ``examples``: how many each client trains on, in a simulation by stage. Of a real site it is what the site says; a
-    client of which nothing is known yet counts as if every step took all of its examples. A stage that failed or was
-    refused counts, too: something may have been sent.
+    ``examples``: how many each client trains on, in a simulation by stage. Of a real site it is what the site said last
+    (``said``); one that has said nothing yet counts as if every step took all of its examples. A stage that failed or
+    was refused counts, too: something may have been sent.
     """
 
     privacy: Privacy
     world: World
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
+    said: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
     def of(prepared: Prepared) -> TrainingBudget:
@@ -43,7 +44,7 @@ class TrainingBudget:
         plan = self.world.plans.get(stage.name)
         if plan is None or client == SERVER or stage.view != "private":
             return 0.0, 0
-        n = self.examples.get((stage.name, client), said)
+        n = self.examples.get((stage.name, client), self.said.get(client) if said is None else said)
         return rate_and_steps(plan.batch if n is None else n, plan)
 
     def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
@@ -61,6 +62,8 @@ class TrainingBudget:
         for event in events:
             if steps := event.get("private_steps", 0):
                 self.steps.setdefault(event["client"], Counter())[float(event["private_rate"])] += steps
+                if event.get("examples") and "refused" not in event:
+                    self.said[event["client"]] = event["examples"]
 
     def spent(self, client: int, rate: float = 0.0, more: int = 0) -> float | None:
         """A client's epsilon so far, or after more steps; None where nothing bounds it."""
@@ -70,15 +73,14 @@ class TrainingBudget:
     def demand(self, stage: Stage, clients: Sequence[int]) -> None:
         """Raise BudgetSpent if a stage would cost any of these clients more than ``privacy.epsilon`` in all.
 
-        A real site of which nothing is known yet sees to it itself.
+        A real site of which nothing is known yet sees to it itself, and so does one whose data have changed.
         """
         most = self.privacy.epsilon
         for client in clients if most is not None else ():
-            if not self.examples and client not in self.steps:
+            if not self.examples and client not in self.said:
                 continue
-            known = max(self.steps.get(client, Counter({1.0: 0})))  # of a real site, the rate that it had
             rate, steps = self.visit(stage, client, None)
-            after = self.spent(client, rate if self.examples else known, steps)
+            after = self.spent(client, rate, steps)
             if most is not None and (after is None or after > most):
                 raise BudgetSpent(
                     f"{place(stage)}: client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more "
