@@ -1,4 +1,6 @@
-"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or not there at all."""
+"""A client's desk: what it remembers and the replies it kept, on its own disk, each file whole or not there at all,
+and for its owner alone to read.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from fedstill.engines.flower.requests import Request, SiteReply, Version
 from fedstill.errors import BadPayload, CorruptFile, FedstillError
-from fedstill.files import digest, make_folder, remove, sweep, write_whole
+from fedstill.files import digest, make_folder, remove, sweep, write_secret
 from fedstill.records import NOTHING, Payload, Stage
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
@@ -100,7 +102,7 @@ class Desk:
         """
         if not self.noised_before(stage):
             lines = [*self.noised(), f"{_named(stage)}:{rows}{'' if rate is None else f':{rate!r}'}"]
-            write_whole(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
+            write_secret(self.place / NOISED, "".join(f"{line}\n" for line in lines).encode())
 
     def keep(self, request: Request, answer: SiteReply, memory: Payload) -> SiteReply:
         """Write the memory, then the reply, then delete what is too old; the answer with its memory's version."""
@@ -108,11 +110,11 @@ class Desk:
         sweep(self.place)
         if memory:
             data, name = encode(memory), _memory(self.client, request.stage)
-            write_whole(self.place / name, data)
+            write_secret(self.place / name, data)
             answer = replace(answer, memory=(name, digest(data)))
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
         stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.up.items()}})
-        write_whole(self.place / _reply(request.stage), encode(stored))
+        write_secret(self.place / _reply(request.stage), encode(stored))
         self._let_go(request.memory)
         return answer
 

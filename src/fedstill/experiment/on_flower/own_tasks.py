@@ -17,7 +17,7 @@ from fedstill.experiment.on_flower.facts import Facts
 from fedstill.experiment.on_flower.own_data import form_of, public_of, read_alike, standard_of
 from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.standardising import Standard
-from fedstill.files import digest, write_whole
+from fedstill.files import digest, write_secret
 from fedstill.records import Examples
 from fedstill.stream import Stream
 
@@ -55,7 +55,7 @@ class OwnTasks:
                     "start a new run"
                 )
         lines = [f"{task} {sha}\n" for task, sha in sorted(noted.items(), key=lambda both: int(both[0]))]
-        write_whole(path, "".join(lines).encode())
+        write_secret(path, "".join(lines).encode())
 
 
 def own_tasks(settings: Settings, facts: Facts, stream: Stream, now: int, site: Site) -> OwnTasks:

@@ -49,14 +49,15 @@ def submit(settings: Settings, folder: Path, resume: bool, watch: Progress) -> R
 
 
 def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progress) -> Result:
-    shown, asked = 0, time.monotonic()
+    shown, read, asked = 0, 0, time.monotonic()
     try:
         while not (folder / "summary.json").is_file():
             time.sleep(LOOK)
-            events = _rounds(folder)
-            for event in events[shown:]:
-                watch.round(event, rounds)
-            shown = max(shown, len(events))
+            if (long := _length(folder)) != read:
+                read, events = long, _rounds(folder)
+                for event in events[shown:]:
+                    watch.round(event, rounds)
+                shown = max(shown, len(events))
             if time.monotonic() - asked >= ASK:
                 asked = time.monotonic()
                 _raise_if_ended(control, run, folder)
@@ -66,6 +67,12 @@ def _follow(control: Control, run: int, rounds: int, folder: Path, watch: Progre
         control.stop(run)
         raise
     return Result.of(folder)
+
+
+def _length(folder: Path) -> int:
+    """The bytes of the journal: one that is not longer has no new round, and may be too long to read every second."""
+    path = folder / "journal.jsonl"
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _rounds(folder: Path) -> list[Any]:
