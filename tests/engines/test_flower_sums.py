@@ -192,6 +192,23 @@ def test_a_wrong_answer_is_refused_by_name_and_the_sum_goes_on_without_it(step: 
     assert summed == {weight_of(0, 1, 3, 4)}
 
 
+def test_keys_that_two_clients_send_are_of_neither(tmp_path: Path) -> None:
+    seen = dict[int, Payload]()
+
+    def copies(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
+        answer = grid.work(client, data)
+        if step_of(data) != "keys" or answer is None:
+            return answer
+        seen[client] = header_and_payload(parsed(answer).content, 1 << 30)[1]
+        return instead(data, SiteReply(2, round, 0, seen[0])) if client == 2 else answer
+
+    carried(tmp_path / "run", copies)
+    refused, summed = told_of(tmp_path / "run")
+    assert refused.keys() == {0, 2}
+    assert all("its keys are those of another client" in why for why in refused.values())
+    assert summed == {weight_of(1, 3, 4)}
+
+
 def test_a_client_that_says_it_cannot_read_anothers_shares_drops_out_alone(tmp_path: Path) -> None:
     def accuses(grid: TroubledGrid, client: int, round: int, before: int, data: bytes) -> bytes | None:
         answer = grid.work(client, data)

@@ -105,7 +105,7 @@ class SummedFleet:
         word, start = of.word, common_start(downs)
         before = [c for c, reply in came.items() if reply.failure]
         asked = {c: question("keys", word) for c in came if c not in before}
-        keys = self._asked(stage, asked, came, _keys)
+        keys = _of_one_each(self._asked(stage, asked, came, _keys), came)
         demand_left(of, keys, list(came.values()), "sent keys")
         told = byte_tensors(keys)
         shares = self._asked(stage, {c: question("shares", word, keys=told) for c in keys}, came, _sealed_for(keys))
@@ -174,6 +174,15 @@ def _read_by_most(
     for client, senders in unread.items():
         came[client] = as_failed(came[client], f"it cannot read the shares that client {senders[0]} sent it")
     return masked
+
+
+def _of_one_each(keys: Mapping[int, bytes], came: dict[int, Reply]) -> dict[int, bytes]:
+    """The keys that one client alone has sent; who sent those of another drops out."""
+    times = Counter(keys.values())
+    for client, both in keys.items():
+        if times[both] > 1:
+            came[client] = as_failed(came[client], "its keys are those of another client")
+    return {client: both for client, both in keys.items() if times[both] == 1}
 
 
 def _keys(up: Payload) -> bytes:
