@@ -74,6 +74,10 @@ def test_list(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--seeds", "a"], "a"),
         (["compare", "--methods", "fedavg,fedavg"], "are the same"),
         (["compare", "small.toml", "--grid", "method.bta=1,2"], "did you mean 'beta'"),
+        (
+            ["compare", "small.toml", "--grid", "plan.lr"],
+            "the grid names no values of plan.lr, e.g. --grid plan.lr=0.1,1",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(

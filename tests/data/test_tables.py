@@ -126,6 +126,19 @@ def test_what_is_wrong_is_named_with_what_to_do(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a,a,label\n1,2,0\n3,4,1\n", "has the column 'a' twice; rename one"),
+        ("a,stadt,label\n1,K\xf6ln,0\n2,Bonn,1\n".encode("latin-1"), "column 'stadt', is not in UTF-8"),
+    ],
+)
+def test_a_csv_file_with_a_column_twice_or_in_another_encoding_is_refused(text: bytes, said: str, place: Path) -> None:
+    (place / "odd.csv").write_bytes(text * 1)
+    with pytest.raises(DataError, match=said):
+        load_dataset("odd.csv")
+
+
 def test_a_csv_file_that_is_none_is_named(place: Path) -> None:
     for text in ("a,b,label\n1,2\n", "", "a,label\n\xff\xfe,1\n", "h\xfc,label\n1,0\n2,1\n"):
         (place / "bad.csv").write_bytes(text.encode("latin-1"))

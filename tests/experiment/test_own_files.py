@@ -210,7 +210,8 @@ def test_a_method_whose_fields_make_no_sense_is_named(how: str, folder: Path) ->
 
 
 BAD_PARTITIONS = {
-    "raising": ("[][3]", "partition raising failed: IndexError"),
+    "raising": ("[][3]", "partition raising failed: IndexError: list index out of range (raising.py, line "),
+    "dividing": ("1 / 0", "partition dividing failed: ZeroDivisionError: division by zero (dividing.py, line "),
     "few": ("[np.arange(9)]", "gave 1 parts for 3 clients"),
     "empty": ("[np.arange(9), np.arange(0), np.arange(9)]", "client 1 gets no examples"),
     "outside": ("[np.arange(3), np.arange(3, 6), np.array([300])]", "client 2 must get positions from 0 to 299"),
@@ -244,6 +245,16 @@ def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) ->
     body, words = BAD_MODELS[how]
     (folder / f"{how}_model.py").write_text(MODEL.replace("tiny", how).replace("return self.layers(x)", body))
     assert words in problem(folder, f"model={how}_model.py")
+
+
+@pytest.mark.parametrize("raises", ["[][3]", "1 / 0", "nn.Linear(2, 'a')"])
+def test_a_model_that_cannot_be_made_is_named_with_the_line_that_raised(raises: str, folder: Path) -> None:
+    """One whose constructor forgot ``super().__init__()`` among them."""
+    (folder / "making.py").write_text(f"from torch import nn\n\ndef making(num_classes: int):\n    {raises}\n")
+    said = problem(folder, "model=making.py:making")
+    assert "cannot be made: " in said
+    assert "(making.py, line 4, in making)" in said
+    assert "\n" not in said
 
 
 def test_a_file_that_was_mended_is_read_again_in_the_same_process(folder: Path) -> None:

@@ -111,3 +111,20 @@ def test_a_finished_run_whose_files_are_damaged_says_which(name: str, content: b
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(CorruptFile, match=name):
         resume(tmp_path / "run", data=toys.blobs())
+
+
+def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:
+    def written(scale: float) -> None:
+        rows = [f"{scale * (i % 7)},{scale * (i % 11)},{'ab'[i % 3 == 0]}" for i in range(60)]
+        (tmp_path / "own.csv").write_text("\n".join(["x,y,label", *rows]) + "\n")
+
+    written(1.0)
+    mine = {"name": str(tmp_path / "own.csv")}
+    asked = toys.toy(data=mine, model={"name": "mlp", "hidden": [4]}, topology={"clients": 2})
+    with pytest.raises(Interrupted):
+        run(asked, tmp_path / "run", watch=StopAfter(1))
+    written(-50.0)
+    with pytest.raises(CorruptFile, match="spread differ from those that the run was started with; put the data back"):
+        resume(tmp_path / "run")
+    written(1.0)
+    assert resume(tmp_path / "run").accuracy >= 0

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedstill import registry
-from fedstill.errors import ConfigError, CorruptFile, IncompatibleMethod, on_one_line
+from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
 from fedstill.models.held_entries import moving, put_in
 from fedstill.models.layer_chain import levels, with_widths
 from fedstill.models.run_with import run_with
+from fedstill.origin import reason
 from fedstill.records import Ends, ModelSpec, Tensors
 
 NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -53,8 +54,11 @@ def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
     data = {k: v for k, v in handed(entry.target, spec).items() if k not in fields}
     try:
         made = entry.build(**data, **fields)
-    except TypeError as error:
-        raise ConfigError(f"model {name!r} cannot be made: {on_one_line(error)}; {RULE}") from error
+    except FedstillError:
+        raise
+    except Exception as error:
+        rule = f"; {RULE}" if isinstance(error, TypeError) else ""
+        raise ConfigError(f"model {name!r} cannot be made: {reason(error, entry.target)}{rule}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model {name!r} made a {type(made).__name__}, not a torch.nn.Module")
     if any(is_lazy(v) for v in (*made.parameters(), *made.buffers())):

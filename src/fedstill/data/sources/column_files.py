@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -108,6 +109,11 @@ def _csv(path: Path) -> pa.Table:
                 f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a first line of column names, commas "
                 "between values, and UTF-8"
             ) from error
+        if twice := [name for name, times in Counter(table.column_names).items() if times > 1]:
+            raise DataError(f"{path} has the column {twice[0]!r} twice; rename one of them")
+        for field in table.schema:
+            if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
+                raise DataError(f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8")
     return table
 
 

@@ -41,6 +41,8 @@ def variants(
 
     Every run uses one thread, so that its bits do not depend on how many run at once.
     """
+    if bare := [key for key, values in (grid or {}).items() if not len(values)]:
+        raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
     base = experiment.with_values({"threads": 1}, "compare")
     runs = []
     for method in methods or ("",):

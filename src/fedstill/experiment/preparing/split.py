@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from fedstill.data.examples import stratified
 from fedstill.data.partition import Parts, cached
 from fedstill.data.partition.flat import FlatParts
-from fedstill.errors import ConfigError, InfeasiblePartition, on_one_line
+from fedstill.errors import ConfigError, FedstillError, InfeasiblePartition
 from fedstill.experiment.config.settings import Settings
+from fedstill.origin import reason
 from fedstill.records import Examples
 
 
@@ -33,8 +34,10 @@ def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatP
         apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
         parts = apply(labels=labels, clients=settings.clients, **fields)
         parts = parts if isinstance(parts, FlatParts) else [np.asarray(part) for part in parts]
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"partition {entry.name} failed: {on_one_line(error)}") from error
+    except FedstillError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"partition {entry.name} failed: {reason(error, entry.target)}") from error
     if len(parts) != settings.clients:
         raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
     return _checked(f"partition {entry.name}", parts, len(labels))

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 from fedstill.data.partition.flat import FlatParts
 from fedstill.data.task_data import TaskData
-from fedstill.errors import ConfigError, InfeasiblePartition, on_one_line
+from fedstill.errors import ConfigError, FedstillError, InfeasiblePartition
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.stream_table import NO_STREAM
 from fedstill.experiment.preparing.split import split
 from fedstill.keys import generator, seed_for
+from fedstill.origin import reason
 from fedstill.records import SERVER, Examples
 from fedstill.stream import Cut, Stream
 
@@ -38,8 +39,10 @@ def cut_of(settings: Settings, train: Examples, classes: int) -> Cut | None:
     takes = inspect.signature(named.entry.target).parameters
     try:
         cut = named.entry.target(**{k: v for k, v in given.items() if k in takes}, **named.values)
-    except (TypeError, ValueError, IndexError, KeyError) as error:
-        raise ConfigError(f"stream {named.entry.name} failed: {on_one_line(error)}") from error
+    except FedstillError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"stream {named.entry.name} failed: {reason(error, named.entry.target)}") from error
     if not isinstance(cut, Cut):
         raise ConfigError(f"stream {named.entry.name} gave a {type(cut).__name__}, not a fedstill.stream.Cut")
     if why := _no_cut(cut, len(train), tasks, classes):

@@ -31,7 +31,7 @@ from fedstill.experiment.run_directory.split_file import restore_split, write_sp
 from fedstill.experiment.running.measuring import Measuring
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.experiment.running.privacy_budget import WithinBudget
-from fedstill.experiment.running.provenance import check_sources, note_versions, versions
+from fedstill.experiment.running.provenance import check_same, note_versions, versions
 from fedstill.experiment.running.task_ends import summed_up
 from fedstill.experiment.tracking.tracking import Named, Tracking
 from fedstill.files import digest, write_whole
@@ -132,7 +132,7 @@ class Driver:
     def _resume(self, restored: Restored) -> Result:
         self.journal.cut(restored.journal)
         events = journals.read_journal(self.journal.path)
-        check_sources(self.settings, events[0])
+        check_same(self.settings, events[0], self.measuring.about())
         if self.measuring.dealt_out is not None:
             restore_split(self.folder, events[0], self.measuring.dealt_out)
         self.measuring.replay(events)

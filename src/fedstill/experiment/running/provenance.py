@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,12 @@ from fedstill.live_code import fingerprint
 from fedstill.records import State
 from fedstill.registry import LIVE
 from fedstill.version import VERSION
+from fedstill.wire.reports import json_value
 
 log = logging.getLogger("fedstill.resume")
+
+SAME = {"classes": "the classes", "test_counts": "the labels of the test set", "inputs": "the inputs' mean or spread"}
+"""What of the event ``start`` tells whether the data are the same, and what it is called."""
 
 
 def software() -> dict[str, str]:
@@ -90,6 +95,36 @@ def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     for key, place in (("start_from", settings.start_from), ("features_of", of["file"] if of else "")):
         if place and start.get(key) != seal(place):
             _refuse_other_model(place)
+
+
+def check_same(settings: Settings, start: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Raise CorruptFile where the code, a model to start from, or the data are not those that the run was started with.
+
+    start: its event ``start``; told: what such an event would say of the data now.
+    """
+    check_sources(settings, start)
+    check_data(settings, start, told)
+
+
+def check_data(settings: Settings, start: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Raise CorruptFile where classes, test labels or inputs are others than before; real sites see to theirs."""
+    now = json_value(dict(told))
+    for key, what in SAME.items() if not settings.on_sites else ():
+        if key in start and not _alike(start[key], now.get(key)):
+            text = f"data {settings.data.name!r}: {what} differ from those that the run was started with; put the data"
+            text = f"{text} back as they were to resume, or begin anew"
+            raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
+
+
+def _alike(before: Any, now: Any) -> bool:
+    """Whether two values are the same, numbers but for rounding: another processor sums in another order."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        return before.keys() == now.keys() and all(_alike(before[k], now[k]) for k in before)
+    if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)):
+        return len(before) == len(now) and all(map(_alike, before, now))
+    if isinstance(before, float) and isinstance(now, float):
+        return math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-9)
+    return bool(before == now)
 
 
 def _refuse_other_model(place: str) -> None:
