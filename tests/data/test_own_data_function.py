@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import fedstill
 from fedstill.data.sources import from_tensors, load_dataset
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.experiment import load
@@ -107,6 +108,35 @@ def test_images_with_their_channels_last_are_refused() -> None:
         from_tensors("photos", (images, labels), (images, labels))
     first = images.transpose(0, 3, 1, 2)
     assert from_tensors("photos", (first, labels), (first, labels)).input_shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("labels", "remedy"),
+    [
+        (np.array([0.0, 1.0, 1.0]), r"labels are float64 of shape \(3,\), .*: labels.astype\('int64'\)"),
+        (np.array(["a", "b", "b"]), r"names, ids = np.unique\(labels, return_inverse=True\), .* classes=names"),
+        (np.array([0, 1]), r"labels are int64 of shape \(2,\), not whole numbers of shape \(3,\)$"),
+    ],
+)
+def test_labels_of_another_type_are_refused_with_what_makes_class_ids(labels: np.ndarray, remedy: str) -> None:
+    with pytest.raises(DataError, match=remedy):
+        fedstill.from_tensors("mine", (np.zeros((3, 2)), labels), (np.zeros((3, 2)), labels))
+
+
+def test_a_client_without_examples_is_named() -> None:
+    some = np.zeros((3, 2)), np.arange(3)
+    none = np.zeros((0, 2)), np.zeros(0, dtype=int)
+    with pytest.raises(DataError, match="mine, client 1 has no training examples; leave it out"):
+        fedstill.from_clients("mine", [some, none], test=some)
+    with pytest.raises(DataError, match="mine, client 1 has no test examples; give its training data alone"):
+        fedstill.from_clients("mine", [(some, some), (some, none)])
+
+
+def test_data_in_memory_that_are_no_data_set_are_refused(tmp_path: Path) -> None:
+    pair = np.zeros((3, 2)), np.arange(3)
+    with pytest.raises(ConfigError, match=r"data is a tuple, not a data set: make one with fedstill.from_tensors\("):
+        fedstill.run(fedstill.Experiment(rounds=1), tmp_path / "run", data=pair)
+    assert not (tmp_path / "run").exists()
 
 
 def test_sounds_and_archives_of_other_numbers_are_led_to_a_function(tmp_path: Path) -> None:

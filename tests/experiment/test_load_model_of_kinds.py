@@ -126,6 +126,7 @@ def test_rows_of_a_table_are_encoded_as_the_run_encoded_its_own(runs: Runs) -> N
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
     by_column = {"pressure": [131.5], "age": [41], "ward": ["up"], "other": [1]}
     assert torch.equal(model.encode(by_column), wanted[:1])
+    assert torch.equal(model.encode({"pressure": 131.5, "age": 41, "ward": "up"}), wanted[:1]), "a dict is one row"
     with torch.no_grad():
         assert model(given).isfinite().all(), "a missing value is the mean"
 
@@ -151,6 +152,7 @@ def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path
         ([{"age": 1}], "row 0 lacks 'pressure'; write None where a value is not known"),
         ([7], "row 0 is an int, not a dict"),
         ({"age": [1]}, "the rows lack column 'pressure'"),
+        ({"age": [1], "pressure": 2, "ward": ["up"]}, "column 'pressure' is an int, not a list of values"),
         (
             [{"age": 1, "pressure": 2, "ward": "north"}],
             "has 'north' in column 'ward', which is none of left, right, up",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
+from fedstill.engines.returned import fields_of
 from fedstill.errors import FedstillError
 from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
@@ -19,7 +20,7 @@ from fedstill.origin import reason
 from fedstill.records import SERVER, Examples, Stage, Tensors, View
 from fedstill.stream import OFF, Stream
 from fedstill.topology import TASK_TEST
-from fedstill.wire.reports import ENGINE, OWN, PROBE
+from fedstill.wire.reports import ENGINE, OWN, PROBE, TAKEN
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class ClientMeasures:
         for name, measure in self.named.items():
             start = time.perf_counter()
             try:
-                numbers = measure.at_client(seen)
+                given = measure.at_client(seen)
+                numbers = None if given is None else fields_of(measure.at_client, given, TAKEN | ENGINE.keys())
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
                 raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error

@@ -1,10 +1,11 @@
-"""What the functions of a client's work gave, as the engines take it: anything else names the function and its file."""
+"""What functions of a client's work and of measures gave; anything but what is asked for names the function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from fedstill.origin import bad_return, of_kind, returned
@@ -42,8 +43,29 @@ def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Paylo
     return both
 
 
-def report_of(work: ClientWork, given: object) -> Mapping[str, Any]:
-    """What ``report`` gave; raises BadReturn for anything but a dict."""
+def fields_of(said: Callable[..., object], given: object, taken: Collection[str] = ()) -> dict[str, Any]:
+    """What ``report`` or a measure's function gave, as a journal holds it; numbers of NumPy and torch become Python's.
+
+    taken: names of fields that are the run's own. Raises BadReturn for one of them, for anything but a dict, and for
+    what no journal can hold.
+    """
     if not isinstance(given, Mapping):
-        raise bad_return(work.report, f"gives {of_kind(given)}, not a dict of numbers and words by name")
-    return given
+        raise bad_return(said, f"gives {of_kind(given)}, not a dict of numbers and words by name")
+    for name in given:
+        if not isinstance(name, str):
+            raise bad_return(said, f"gives a field named {name!r:.40}; a name is a text")
+        if name in taken:
+            raise bad_return(said, f"gives {name!r}, which is a field of the run's own; choose another name")
+    return {name: _plain(said, name, value) for name, value in given.items()}
+
+
+def _plain(said: Callable[..., object], name: str, value: object) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(said, name, v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(said, name, v) for v in value]
+    if isinstance(value, (Tensor, np.ndarray, np.generic)):
+        return _plain(said, name, value.tolist())
+    raise bad_return(said, f"gives {of_kind(value)} as {name!r}, and not numbers, words, or lists and tables of them")

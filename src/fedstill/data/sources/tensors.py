@@ -21,6 +21,12 @@ from fedstill.records import Examples
 
 WHAT = ("values", "labels")
 
+REMEDIES = {
+    "f": ": labels.astype('int64') of an array, labels.long() of a tensor",
+    **dict.fromkeys("OSU", ": names, ids = np.unique(labels, return_inverse=True), then give ids, and classes=names"),
+}
+"""How labels of another type become class ids, by the letter that NumPy has for the type."""
+
 Array = Tensor | NDArray[Any]
 """A tensor of torch's, or an array of NumPy's."""
 
@@ -78,8 +84,12 @@ def from_clients(
     tests = {i: own for i, (_, own) in enumerate(pairs) if own is not None}
     if test is None and not tests:
         raise DataError(f"{name}: no client has a test set, and there is no common one; give test=")
-    train = _below(name, {i: own for i, (own, _) in enumerate(pairs)})
-    held, owners = (test, None) if test is not None else (_below(name, tests), _owners_of(tests))
+    train = _below(name, {i: own for i, (own, _) in enumerate(pairs)}, "training", "leave it out")
+    held, owners = (
+        (test, None)
+        if test is not None
+        else (_below(name, tests, "test", "give its training data alone"), _owners_of(tests))
+    )
     assert held is not None
     data = from_tensors(name, train, held, classes=classes, **fields)
     whose = _owners_of({i: own for i, (own, _) in enumerate(pairs)})
@@ -92,10 +102,12 @@ def _train_and_test(client: Any) -> tuple[tuple[Array, Array], tuple[Array, Arra
     return ((first[0], first[1]), second) if isinstance(first, (tuple, list)) else ((first, second), None)
 
 
-def _below(name: str, each: Mapping[int, tuple[Array, Array]]) -> tuple[Array, Array]:
-    """All clients' values and labels, one below another."""
+def _below(name: str, each: Mapping[int, tuple[Array, Array]], of: str, todo: str) -> tuple[Array, Array]:
+    """All clients' values and labels, one below another; raises DataError for a client that has none."""
     parts = []
     for i, own in each.items():
+        if not len(own[1]):
+            raise DataError(f"{name}, client {i} has no {of} examples; {todo}")
         parts.append([_array(f"{name}, client {i}: {what}", one) for what, one in zip(WHAT, own, strict=True)])
     shapes = {values.shape[1:] for values, _ in parts}
     if len(shapes) > 1:
@@ -114,6 +126,7 @@ def _split(what: str, given: tuple[Array, Array], vocabulary: int) -> Arrays:
     if labels.dtype.kind not in "iub" or labels.shape != values.shape[:1]:
         raise DataError(
             f"{what}: labels are {labels.dtype} of shape {labels.shape}, not whole numbers of shape ({len(values)},)"
+            + REMEDIES.get(labels.dtype.kind if labels.shape == values.shape[:1] else "", "")
         )
     return (_ids(what, values, vocabulary) if vocabulary else _numbers(what, values)), labels.astype(np.int64)
 

@@ -27,9 +27,11 @@ from fedstill.experiment.config.unseen import NO_DATA, unseen_kind
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
 from fedstill.fitting import FIT, FITTING
+from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.ridge import NO_TRAINING, RIDGE
+from fedstill.work import ClientWork
 
 DEFAULT_CLIENTS = 20
 
@@ -148,6 +150,7 @@ def _method(experiment: Experiment) -> tuple[Named, Method]:
     built = named.build()
     if not isinstance(built, Method):
         raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
+    refuse_uncalled(f"method {named.label}", built, ClientWork)
     return named, built
 
 

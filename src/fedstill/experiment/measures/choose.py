@@ -11,6 +11,7 @@ from fedstill import registry
 from fedstill.anywhere import acting
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.measures.base import Measure, SaysLogits
+from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
@@ -28,6 +29,9 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         if not isinstance(made, Measure):
             raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
         short = PurePath(name).name
+        refuse_uncalled(f"measure {short}", made)
+        if type(made).look is Measure.look and type(made).at_client is Measure.at_client:
+            raise ConfigError(f"measure {short} measures nothing: give it look or at_client")
         if short in by_name:
             raise ConfigError(f"measure = [..., {short!r}] names the same measure twice")
         by_name[short] = made

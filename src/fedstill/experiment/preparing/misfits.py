@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
+from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
@@ -48,6 +50,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     name, kind = settings.named.method.label, settings.named.topology.label
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     _check_stages(method, name, kind, {s.name for s in schedule})
+    _check_hooks(method, name, schedule)
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
@@ -78,6 +81,15 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
+
+
+def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
+    """Raise ConfigError for what is misspelt in a user's ClientWork; the method itself is checked with its config."""
+    for stage in schedule:
+        work = None
+        with contextlib.suppress(Exception):  # the run says what it is, with its line
+            work = method.work(stage)
+        refuse_uncalled(f"method {name}", work, Method)
 
 
 def _check_stages(method: Method, name: str, kind: str, stages: set[str]) -> None:

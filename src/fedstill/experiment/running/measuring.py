@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from fedstill.engines.masking import bytes_of
 from fedstill.engines.memory import Memory
-from fedstill.errors import FedstillError
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room, seconds_at_clients
+from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.about_data import told_of_data
+from fedstill.experiment.running.asking_measures import looked, summed_up
 from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
@@ -27,13 +26,10 @@ from fedstill.experiment.running.queried import RunQueries
 from fedstill.experiment.running.task_ends import TaskEnds
 from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.metrics import consistency, forgetting
-from fedstill.origin import reason
 from fedstill.raised import as_asked, queries_raised, raises
 from fedstill.records import SERVER, Payload, Reply, Stage
 from fedstill.wire.reports import event_fields
 from fedstill.wire.screen import Refusal
-
-log = logging.getLogger("fedstill.measuring")
 
 Accuracies = Sequence[Any]
 """One number in [0, 1] for each class, None for a class without test examples."""
@@ -131,7 +127,7 @@ class Measuring:
             if measure.only_last and not seen.ends_run:
                 continue
             began = time.perf_counter()
-            fields = _looked(name, measure, seen, room)
+            fields = looked(name, measure, seen, room)
             seconds = time.perf_counter() - began
             self._count(name, seconds)
             if fields is not None:
@@ -146,12 +142,13 @@ class Measuring:
         of_tasks = self.tasks.of_round(round, predictors)  # its pass over the test set is the one that is evaluated
         measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
         before, classes = self._before, measured["class_accuracy"]
-        event = {
+        about = {
             "round": round,
             **measured,
             "forgetting": None if measured["accuracy"] is None else forgetting([self._best or classes, classes]),
             "consistency": consistency(before, classes),
-            **self._of_round(Reports(replies, before, classes, self._totals)),
+        }
+        rest = {
             **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
             **self.own_tests.round(predictors),
@@ -165,8 +162,13 @@ class Measuring:
             "seconds_training": training,
             "seconds_saving": saving,
             "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
-            "seconds_measuring": time.perf_counter() - began + self.spent,
         }
+        reports, over_flower = (
+            Reports(replies, before, classes, self._totals),
+            self.prepared.settings.engine == "flower",
+        )
+        summed = summed_up(self.measures, reports, {*about, *rest}, over_flower)
+        event = {**about, **summed, **rest, "seconds_measuring": time.perf_counter() - began + self.spent}
         self.spent, began_cpu, self._cpu = 0.0, self._cpu, time.process_time()
         event["seconds_cpu"] = self._cpu - began_cpu
         event["seconds"] = training + saving + event["seconds_measuring"]
@@ -207,19 +209,6 @@ class Measuring:
         self.spent += seconds
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def _of_round(self, reports: Reports) -> dict[str, Any]:
-        """What the measures make of the clients' reports; on Flower no client's report may end the run."""
-        made: dict[str, Any] = {}
-        for name, measure in self.measures.items():
-            try:
-                made |= measure.of_round(reports)
-            except Exception as error:
-                said = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
-                if self.prepared.settings.engine != "flower":
-                    raise FedstillError(said) from error
-                log.warning("%s", said)
-        return made
-
     def _note(self, events: Sequence[dict[str, Any]]) -> None:
         self._replies += events
         self.own.note(events)
@@ -230,16 +219,6 @@ class Measuring:
         self.queried.note(events)
         accepted = [e["client"] for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]
         self._acted = [*self._acted, *accepted][-2:]
-
-
-def _looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
-    try:
-        return measure.look(seen, room)
-    except FedstillError:
-        raise
-    except Exception as error:
-        where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
-        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
 def _sent(replies: Sequence[Mapping[str, Any]], key: str) -> int:

@@ -11,7 +11,7 @@ from fedstill.data.examples import Dataset
 from fedstill.engines.flower.messages import require_flower
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
-from fedstill.experiment.config.of_data import with_data
+from fedstill.experiment.config.of_data import refuse_other_data, with_data
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.simulated import simulate
@@ -56,7 +56,7 @@ def run(
     Raises a ConfigError before anything is trained, RunExists for a directory that holds something, ClientFailed,
     TooFewReplies, Diverged or MethodFailed while it runs: then the directory keeps the last good state.
     """
-    settings = settle(with_data(experiment, data) if data else experiment)
+    settings = settle(experiment if data is None else with_data(experiment, data))
     _refuse_debug(debug, settings)
     where = elsewhere(settings) if grid is None else ""
     if data is not None and where == "federation":
@@ -100,6 +100,8 @@ def resume(
     """
     folder = Path(directory)
     settings = settings_of(folder, **live)
+    if data is not None:
+        refuse_other_data(data)
     _refuse_debug(debug, settings)
     if grid is None and elsewhere(settings) and not (folder / "summary.json").is_file():
         if elsewhere(settings) == "ray":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -52,7 +52,9 @@ def _rows(about: About, given: Any) -> Tensor:
 
 
 def _by_column(about: About, given: Any) -> dict[str, Any]:
-    """The values of each column of a run's table, by name; others are left out."""
+    """The values of each column of a run's table, by name; others are left out. A dict of single values is one row."""
+    if isinstance(given, Mapping) and not any(_several(values) for values in given.values()):
+        given = [given]
     if isinstance(given, Mapping) or hasattr(given, "columns"):
         has = list(given) if isinstance(given, Mapping) else [str(name) for name in given.columns]
         if lacking := [name for name in about.columns if name not in has]:
@@ -67,7 +69,13 @@ def _by_column(about: About, given: Any) -> dict[str, Any]:
     return {name: [row[name] for row in rows] for name in about.columns}
 
 
+def _several(values: Any) -> bool:
+    return isinstance(values, Iterable) and not isinstance(values, (str, bytes))
+
+
 def _column(name: str, values: Any) -> pa.ChunkedArray:
+    if not _several(values):
+        raise DataError(f"{GIVEN}: column {name!r} is {of_kind(values)}, not a list of values, as others are")
     try:
         return pa.chunked_array([pa.array(list(values), from_pandas=True)])
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:

@@ -1,0 +1,48 @@
+"""The functions of measures, called: what they give is checked, and what goes wrong names the measure."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fedstill.engines.returned import fields_of
+from fedstill.errors import FedstillError
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room
+from fedstill.origin import reason
+
+log = logging.getLogger("fedstill.measuring")
+
+EVENT = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
+"""Fields of an event that say what happened where: no measure gives one of these names."""
+
+
+def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
+    """What a measure sees in a finished stage; raises FedstillError, with its place, if it fails."""
+    try:
+        given = measure.look(seen, room)
+        return None if given is None else fields_of(measure.look, given, EVENT)
+    except FedstillError:
+        raise
+    except Exception as error:
+        where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
+        raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
+
+
+def summed_up(
+    measures: Mapping[str, Measure], reports: Reports, taken: Collection[str], over_flower: bool
+) -> dict[str, Any]:
+    """What the measures make of the clients' reports; over Flower no client's report may end the run.
+
+    taken: names of the round's own fields. No two measures may give the same one either.
+    """
+    made: dict[str, Any] = {}
+    for name, measure in measures.items():
+        try:
+            made |= fields_of(measure.of_round, measure.of_round(reports), {*EVENT, *taken, *made})
+        except Exception as error:
+            said = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
+            if not over_flower:
+                raise FedstillError(said) from error
+            log.warning("%s", said)
+    return made
