@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shlex
 from pathlib import Path, PurePath
 
 from fedstill.errors import DiskFull
@@ -85,6 +86,15 @@ def short_name(name: str) -> str:
     ('mine.py:Mine', 'owner/name')
     """
     return PurePath(name).name if PurePath(name).is_absolute() else name
+
+
+def in_shell(path: Path | str) -> str:
+    """A path as it is typed in a shell: in quotes if it needs them.
+
+    >>> in_shell("my runs/1"), in_shell("runs/1")
+    ("'my runs/1'", 'runs/1')
+    """
+    return shlex.quote(str(path))
 
 
 def digest(data: bytes) -> str:

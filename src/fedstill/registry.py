@@ -218,7 +218,8 @@ def _of_module(kind: str, name: str, module: ModuleType, attribute: str) -> Entr
     file = Path(name).name
     if attribute:
         if not callable(target := getattr(module, attribute, None)):
-            raise UnknownName(kind, attribute, (n for n in vars(module) if n[0] != "_"), where=file.split(":")[0])
+            written = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+            raise UnknownName(kind, attribute, written, where=file.split(":")[0])
         entry = next((e for e in own if e.target is target), Entry(kind, name, target))
     elif len(own) != 1:
         targets = [e.target for e in own] or filter(callable, vars(module).values())

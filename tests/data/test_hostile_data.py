@@ -329,7 +329,7 @@ def test_an_npz_that_is_none(bad: bytes, tmp_path: Path) -> None:
 
 BAD_LABELS = {
     "half": ([0.0, 1.0, 0.5, 1.5], "example 2 has the label 0.5"),
-    "nan": ([0.0, float("nan")], "example 1 has the label nan"),
+    "nan": ([0.0, float("nan")], "example 1 has no label"),
     "infinite": ([0.0, float("inf")], "example 1 has the label inf"),
     "huge": ([0.0, 1e300], r"example 1 has the label 1e\+300"),
     "negative": ([0, -3], "has label -3, outside"),

@@ -470,7 +470,7 @@ def test_labels_out_of_range(root):
     for name, labels, text in [
         ("minus", [0, 1, -1, 0], "label -1, outside"),
         ("huge", [0, 1, 70000, 0], "label 70000 among 4 examples"),
-        ("none", [0, 1, None, 0], "example 2 has the label None"),
+        ("none", [0, 1, None, 0], "example 2 has no label; give it one"),
     ]:
         write_parquet(root / name / "train-0.parquet", images, labels)
         refused(text, name)

@@ -112,7 +112,7 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
             {**WANTED, "owner": "ward", "missing": "drop"},
             "example 0 has no 'ward', its",
         ),
-        ({"label": [None] * 10}, {**WANTED, "missing": "drop"}, "labels are class ids"),
+        ({"label": [None] * 10}, {**WANTED, "missing": "drop"}, "example 0 has no label"),
         ({"label": None}, WANTED, "not one clear label column among"),
         ({}, {"input": "sex", "kind": "series"}, "column 'sex' holds string, not texts or lists of numbers"),
     ],

@@ -89,6 +89,23 @@ AT_CLIENTS = {
         "LocalTraining.terms gives a float as 'weight', not a tensor",
         "in terms",
     ),
+    "a detached loss": (
+        """
+        def terms(self, step, carry):  # HERE
+            return {"ce": cross_entropy(step.logits().detach(), step.y)}
+        """,
+        "LocalTraining.terms gives terms that do not depend on what is trained, so nothing would be: is a tensor det",
+        "in terms",
+    ),
+    "a loss of numbers": (
+        """
+        def terms(self, step, carry):  # HERE
+            import torch
+            return {"ce": torch.tensor(cross_entropy(step.logits(), step.y).mean().item())}
+        """,
+        "LocalTraining.terms gives terms that do not depend on what is trained",
+        "in terms",
+    ),
     "one payload": (
         """
         def end(self, params, carry, ran, view, world):  # HERE
@@ -124,7 +141,14 @@ AT_CLIENTS = {
 }
 
 
-IN_THREADS_AND_STACKS = ("shape in terms", "name in begin", "a value a class", "one payload", NO_LINE)
+IN_THREADS_AND_STACKS = (
+    "shape in terms",
+    "name in begin",
+    "a value a class",
+    "a detached loss",
+    "one payload",
+    NO_LINE,
+)
 
 
 @pytest.mark.parametrize(

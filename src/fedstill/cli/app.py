@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from cyclopts import App, Parameter, Token, validators
 
-from fedstill.errors import FedstillError, UnknownName
+from fedstill.errors import ConfigError, FedstillError, UnknownName
 from fedstill.version import VERSION
 
 app = App(
@@ -25,7 +26,10 @@ app = App(
 def _comma_separated(type_: Any, tokens: Sequence[Token]) -> tuple[Any, ...]:
     """``1,2,3`` as a tuple; each part is converted, so that a wrong one is named."""
     one = get_args(type_)[0]
-    return tuple(one(part.strip()) for token in tokens for part in token.value.split(",") if part.strip())
+    parts = [part.strip() for token in tokens for part in token.value.split(",") if part.strip()]
+    if one is int and (wrong := next((part for part in parts if re.fullmatch(r"[+-]?\d{1,18}", part) is None), None)):
+        raise ConfigError(f"{tokens[0].keyword}: {wrong!r} is no whole number; write 1,2,3, for example")
+    return tuple(one(part) for part in parts)
 
 
 def _one_kind(type_: Any, tokens: Sequence[Token]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstill.cli.app import Debug, Grid, Jobs, Names, Overwrite, Quiet, Seeds, Settings, Track, app, say
+from fedstill.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.experiment.comparing.variants import Variant
@@ -137,7 +138,8 @@ def pack_command(directory: Path) -> int:
     from fedstill.experiment.run_directory import evidence
 
     packed = evidence.pack(directory)
-    print(f"{packed}: {packed.stat().st_size / 1e3:,.0f} kB; `fedstill unpack {packed}` makes the directory again")
+    size = f"{packed.stat().st_size / 1e3:,.0f} kB"
+    print(f"{packed}: {size}; `fedstill unpack {in_shell(packed)}` makes the directory again")
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from fedstill.cli.app import app
-from fedstill.files import write_secret
+from fedstill.files import in_shell, write_secret
 from fedstill.version import VERSION
 
 deploy = App(name="deploy", help="Run over machines that don't trust each other, on Flower, with TLS and listed keys.")
@@ -93,9 +93,8 @@ def key_command(directory: Path, client: int) -> int:
     from fedstill.deploy import folder
 
     made = folder.rekey(folder.load_federation(directory), client)
-    print(
-        f"{made}: copy client.key to the client's machine, and delete it here. Then: fedstill deploy admit {directory}"
-    )
+    then = f"Then: fedstill deploy admit {in_shell(directory)}"
+    print(f"{made}: copy client.key to the client's machine, and delete it here. {then}")
     return 0
 
 

@@ -32,6 +32,7 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     from fedstill.experiment.preparing.prepared import prepare
     from fedstill.experiment.ranking.cell_settings import setting_of
     from fedstill.experiment.ranking.nearest import told_of_maps
+    from fedstill.experiment.running.cautions import cautions
     from fedstill.experiment.who_asks import who_asks
     from fedstill.report import catalogue, terminal
     from fedstill.report.drawn_data import drawn_data
@@ -50,8 +51,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     screen.print(terminal.table(["what", "how much"], one_round.lines()))
     for line in explained.told_of_examples(prepared):
         screen.print(f"data: {line}", soft_wrap=True)
-    if caution := settings.method.caution(prepared.world):
-        screen.print(f"method: {caution}", soft_wrap=True)
+    for caution in cautions(prepared):
+        screen.print(caution, soft_wrap=True)
     _explain_measures(explained.costs(prepared, one_round), one_round.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstill.cli.app import Debug, Engine, Kind, Overwrite, Quiet, Settings, Track, app, say, tracebacks
 from fedstill.errors import Interrupted
+from fedstill.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.experiment.run_directory.result import Result
@@ -60,7 +61,7 @@ def run_command(
         try:
             result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track)
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(stopped)}", 1)
     return _show(result, again=settings.query.again is not None)
 
 
@@ -83,7 +84,7 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
         try:
             result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {stopped}", 1)
+            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(stopped)}", 1)
     return _show(result, again=settings.query.again is not None)
 
 

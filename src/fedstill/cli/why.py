@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, validators
 
 from fedstill.cli.app import Flag, Quiet, app, say
+from fedstill.files import in_shell
 
 if TYPE_CHECKING:
     from fedstill.experiment.why.again import OnAgain, TakenUp
@@ -109,7 +110,7 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
     if hint := why_said.hint_of(told):
         screen.print(hint, soft_wrap=True)
     if taken := [c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0]:
-        command = f"fedstill why {directory} --class {moment.of} --without {taken[0]} --from {moment.round}"
+        command = f"fedstill why {in_shell(directory)} --class {moment.of} --without {taken[0]} --from {moment.round}"
         screen.print(f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True)
 
 

@@ -14,16 +14,20 @@ from fedstill.records import Tensors
 from fedstill.work import ClientWork
 
 
-def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> None:
-    """Give leaves the gradient of the sum of all terms; one on which no term depends has none."""
+def backward(terms: Mapping[str, Tensor], leaves: Tensors) -> bool:
+    """Give leaves the gradient of the sum of all terms; one on which no term depends has none.
+
+    False if no term depends on anything that is trained.
+    """
     parts = [v if v.dtype == torch.float64 else v.float() for v in terms.values()]
     for leaf in leaves.values():
         leaf.grad = None
     if not parts:
-        return
+        return False
     loss = (parts[0] if len(parts) == 1 else torch.stack(parts)).sum()
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
+    return loss.requires_grad
 
 
 def gradients(leaves: Tensors) -> dict[str, Tensor]:

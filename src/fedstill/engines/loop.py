@@ -24,6 +24,7 @@ from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.engines.tallies import BestEpoch, RunningSums
 from fedstill.keys import seed_for
 from fedstill.models import contract
+from fedstill.origin import bad_return
 from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
 from fedstill.work import ClientWork
 
@@ -71,6 +72,12 @@ def train(
 def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
     """Train several clients of one structure (``Structures``) at once, up to rounding as ``train`` does each."""
     return _Training(work, Stack(carries, views, how)).run()
+
+
+DETACHED = (
+    "gives terms that do not depend on what is trained, so nothing would be: is a tensor detached, made with .item() "
+    "or NumPy, or under torch.no_grad()?"
+)
 
 
 class _Training:
@@ -133,7 +140,8 @@ class _Training:
             first = partial(self._objective, self.work.ascend) if self.ascends else None
             params, at = looked_ahead(self.work, self.clients, params, at, first, of)
         terms = self.clients.each(partial(self._objective, self.work.terms), params, *of)
-        backward(terms, at)
+        if not backward(terms, at) and self.leaves and not (self.adjusts or self.settles):
+            raise bad_return(self.work.terms, DETACHED)
         for name, leaf in self.leaves.items():
             leaf.grad = at[name].grad
         if batch.running is None:

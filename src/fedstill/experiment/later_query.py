@@ -19,7 +19,7 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.preparing.querying import rule_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
-from fedstill.files import digest
+from fedstill.files import digest, in_shell
 from fedstill.fitting import FIT, why_asked
 from fedstill.method import Method
 from fedstill.models.model_files import read_model
@@ -150,7 +150,7 @@ def _by(settings: Settings) -> str:
 
 def _local_models(folder: Path) -> tuple[dict[int, Tensors], dict[str, Any]]:
     if not (folder / "summary.json").is_file():
-        raise ConfigError(f"{folder} is not finished; `fedstill resume {folder}`, then ask")
+        raise ConfigError(f"{folder} is not finished; `fedstill resume {in_shell(folder)}`, then ask")
     config = digest((folder / "config.toml").read_bytes())
     restored = Checkpoints(folder / "checkpoints", config, folder / "memory").latest()
     models = restored.state.extra.many("model") if restored else {}

@@ -92,7 +92,7 @@ def refuse_too_many(name: str, examples: int, clients: int, min_size: int = 1) -
     if clients * min_size > examples:
         raise InfeasiblePartition(
             f"partition {name!r}: {clients} clients × {min_size} example(s) need {clients * min_size:,}, "
-            f"the data have {examples:,}; take fewer clients or a smaller min_size"
+            f"the data have {examples:,}; take fewer clients{' or a smaller min_size' if min_size > 1 else ''}"
         )
 
 

@@ -32,6 +32,11 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
         )
     for table in (f for f in files if f.name in TABLES):
         raise DataError(f"{table} is not read; put each image into a folder named by its class, or write parquet files")
+    if flat := _without_class([f.relative_to(place) for f in images]):
+        raise DataError(
+            f"{place / flat} is in no folder of its class; put each image into a folder named by its class: "
+            f"{place.name}/cat/{flat.name}, or {place.name}/train/cat/{flat.name}"
+        )
     by_split: dict[str, list[Path]] = {}
     for path in images:
         by_split.setdefault(_split_of(path.relative_to(place)), []).append(path)
@@ -45,6 +50,13 @@ def read_image_folder(place: Path, files: Sequence[Path], columns: Columns) -> D
         for split, paths in by_split.items()
     }
     return with_ids(str(place), raw, None)
+
+
+def _without_class(images: Sequence[Path]) -> Path | None:
+    """An image that lies in no folder, or in a split's own, where no folder at its level names a class."""
+    folders = {path.parts[0].lower() for path in images if len(path.parts) == 2}
+    flat = {1, 2} if folders <= SPLIT_NAMES.keys() else {1}
+    return next((path for path in images if len(path.parts) in flat), None)
 
 
 def _split_of(path: Path) -> str:

@@ -54,9 +54,19 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
         raise
     except Exception as error:  # many kinds, by version of the library; all mean that the file is not what it says
         raise DataError(
-            f"{folder} cannot be read ({on_one_line(error)}); the file is damaged or not a data set; download or "
-            "write it again"
+            f"{_damaged(files) or folder} cannot be read ({on_one_line(error)}); it is damaged or not a data set; "
+            "download or write it again"
         ) from error
+
+
+def _damaged(files: Mapping[str, Sequence[Path]]) -> Path | None:
+    """The first file that does not even open."""
+    for path in (path for paths in files.values() for path in paths):
+        try:
+            pq.ParquetFile(path).close()
+        except Exception:
+            return path
+    return None
 
 
 def _with_owners(what: str, data: Decoded, frames: Mapping[str, ParquetFrame], form: Form) -> Decoded:

@@ -61,7 +61,11 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
     """A column of numbers, NaN where one is missing; raises DataError for what is no number."""
     try:
         plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
-        as_floats: Floats = plain.cast(pa.float64()).to_numpy(zero_copy_only=False).astype(np.float32)
+        exact = plain.cast(pa.float64()).to_numpy(zero_copy_only=False)
     except pa.ArrowException as error:
         raise DataError(f"{what} holds something that is no number: {on_one_line(error)}; correct it") from error
+    large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
+    if len(large):
+        raise DataError(f"{what} holds {exact[large[0]]:g}, too large for a number of 32 bits; correct or rescale it")
+    as_floats: Floats = exact.astype(np.float32)
     return as_floats

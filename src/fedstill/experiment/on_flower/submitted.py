@@ -14,6 +14,7 @@ from fedstill.experiment.progress import OnRound, Progress
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.tracking.tracker import Track
+from fedstill.files import in_shell
 
 LOOK, ASK, START = 1.0, 60.0, 180.0
 """Seconds between looks at the journal, between questions to the server, and for it to start."""
@@ -86,4 +87,4 @@ def _raise_if_ended(control: Control, run: int, folder: Path) -> None:
     except NoAnswer:
         return  # the server may be starting again; it then says whether the run still exists
     if how is not None and not (folder / "summary.json").is_file():
-        raise DeployFailed(f"the run ended on the server: {how}; go on with: fedstill resume {folder}")
+        raise DeployFailed(f"the run ended on the server: {how}; go on with: fedstill resume {in_shell(folder)}")

@@ -11,7 +11,7 @@ from fedstill.anywhere import ANYWHERE
 from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
-from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod, on_one_line
+from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.querying import refuse_unraised
@@ -35,8 +35,11 @@ ASKED_OF_MODELS = {
 
 
 def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
-    """Raise ConfigError for what is done to images alone, where examples are something else."""
+    """Raise ConfigError for what is done to images alone, where examples are no images; DataError for one class."""
     data, pixels = settings.data, dataset.train.values.dtype == torch.uint8
+    if len(dataset.classes) == 1 and not settings.on_sites:
+        only = f"{dataset.name} holds one class, {dataset.classes[0]!r}"
+        raise DataError(f"{only}: any model is right about it; give examples of two classes and more")
     if data.augment and not pixels:
         what = dataset.many if dataset.about.kind != "image" else "images that are numbers already"
         raise ConfigError(f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds {what}")

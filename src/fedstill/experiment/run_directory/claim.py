@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from fedstill.errors import ConfigError, RunBusy, RunExists
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory.overwriting import clear
-from fedstill.files import is_leftover
+from fedstill.files import in_shell, is_leftover
 
 LOCK, HOLDER = "lock", "holder.json"
 """The file that is locked, and the one that says by whom. The second is there while somebody writes in the folder."""
@@ -54,8 +54,8 @@ def refuse_used(folder: Path) -> None:
         raise RunExists(
             f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or begin it anew with "
             "overwrite=True",
-            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {folder}`, or begin it anew with "
-            "--overwrite",
+            f"{folder} is not empty; {OTHER[1]}, go on with `fedstill resume {in_shell(folder)}`, or begin it anew "
+            "with --overwrite",
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from fedstill.data.cache_folder import cache_folder
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.run_directory.split_file import SPLIT
-from fedstill.files import digest, make_folder, write_whole
+from fedstill.files import digest, in_shell, make_folder, write_whole
 
 EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
 """The files that are packed: what was asked for, what happened, the numbers at the end, who had which data, and what
@@ -44,7 +44,9 @@ def pack(folder: Path) -> Path:
     packed = pack_of(folder)
     data = lzma.compress(out.getvalue(), preset=9 | lzma.PRESET_EXTREME)
     if packed.exists() and _names(packed) - {p.relative_to(folder).as_posix() for p in files}:
-        raise RunExists(f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack {packed}")
+        raise RunExists(
+            f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack {in_shell(packed)}"
+        )
     write_whole(packed, data)
     return packed
 

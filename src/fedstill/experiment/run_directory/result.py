@@ -21,7 +21,7 @@ from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_
 from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
 from fedstill.experiment.run_directory.split_file import read_label_counts
-from fedstill.files import short_name, write_whole
+from fedstill.files import in_shell, short_name, write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
@@ -61,7 +61,7 @@ class Result:
             path = folder / "model.safetensors"
             model = safetensors.torch.load(path.read_bytes())
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
-            todo = f"delete summary.json, then `fedstill resume {folder}`"
+            todo = f"delete summary.json, then `fedstill resume {in_shell(folder)}`"
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
         events = journals.read_journal(folder / "journal.jsonl")
         history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))

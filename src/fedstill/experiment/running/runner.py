@@ -23,7 +23,7 @@ from fedstill.experiment.run_directory.claim import locked, new_directory, refus
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.experiment.running.begun_sums import begun_sums
-from fedstill.experiment.running.cautions import say_caution
+from fedstill.experiment.running.cautions import say_cautions
 from fedstill.experiment.running.driver import Driver
 from fedstill.experiment.tracking.tracker import Track
 from fedstill.experiment.tracking.tracking import send_late, wanted
@@ -67,7 +67,7 @@ def run(
         refuse_calls(on_round, track)
     trackers = wanted(track)
     prepared = prepare(settings, data)
-    say_caution(prepared)
+    say_cautions(prepared)
     folder = new_directory(settings, Path(out) if out else None, overwrite)
     if where == "ray":
         again = partial(run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track)

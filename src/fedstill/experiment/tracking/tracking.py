@@ -19,7 +19,7 @@ from fedstill.experiment.tracking.round_numbers import RoundNumbers
 from fedstill.experiment.tracking.tensorboard_files import TensorBoard
 from fedstill.experiment.tracking.tracker import AboutRun, HowEnded, Track, Tracker
 from fedstill.experiment.tracking.wandb_runs import WandB
-from fedstill.files import write_whole
+from fedstill.files import in_shell, write_whole
 
 TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB}
 """The trackers that have a name."""
@@ -150,7 +150,7 @@ class Tracking:
         except Exception as error:
             self._begun.pop(name, None)
             reason = cut_reason(f"{type(error).__name__}: {error}")
-            todo = f"the run goes on without it; `fedstill resume {self.folder}` sends what it missed"
+            todo = f"the run goes on without it; `fedstill resume {in_shell(self.folder)}` sends what it missed"
             log.warning("%s did not take %s (%s): %s", name, what, reason, todo)
 
 

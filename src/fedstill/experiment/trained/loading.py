@@ -31,7 +31,7 @@ from fedstill.experiment.running.evaluation import of_some_clients
 from fedstill.experiment.running.provenance import sources
 from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of, stored_inputs
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
-from fedstill.files import digest
+from fedstill.files import digest, in_shell
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.joined import Joined
@@ -67,7 +67,9 @@ def load_model(run: Result | Path | str, client: int | str | None = None, data: 
     settings = settings_of(folder)
     start = journals.read_journal(folder / "journal.jsonl")[:1]
     if not start:
-        raise ConfigError(f"{folder} has no model yet: it stopped before it began; `fedstill resume {folder}`")
+        raise ConfigError(
+            f"{folder} has no model yet: it stopped before it began; `fedstill resume {in_shell(folder)}`"
+        )
     _warn_of_changes(settings, start[0])
     inputs = inputs_of(folder, settings, start[0], data, client if isinstance(client, int) else None)
     world = _world(settings, start[0], inputs)
@@ -129,12 +131,14 @@ def _last(folder: Path) -> tuple[State, Versions]:
     restored = Checkpoints(folder / "checkpoints", digest((folder / "config.toml").read_bytes())).latest()
     if restored is not None:
         if restored.state.round == 1 and restored.state.stage == 0:
-            raise ConfigError(f"{folder} has trained nothing yet; go on with: fedstill resume {folder}")
+            raise ConfigError(f"{folder} has trained nothing yet; go on with: fedstill resume {in_shell(folder)}")
         return restored.state, restored.memory
     path = folder / FINAL
     if not path.is_file():
         done = (folder / "summary.json").is_file()
-        todo = f"train it again: fedstill run {folder / 'config.toml'}" if done else f"go on: fedstill resume {folder}"
+        todo = f"go on: fedstill resume {in_shell(folder)}"
+        if done:
+            todo = f"train it again: fedstill run {in_shell(folder / 'config.toml')}"
         raise ConfigError(f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}")
     try:
         return State(safetensors.torch.load(path.read_bytes())), {}

@@ -1,0 +1,101 @@
+"""What data cannot show is said before a run: one class, classes without training or test examples, no tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fedstill
+import toys
+from fedstill.cli import call
+from fedstill.data.examples import Dataset
+from fedstill.data.partition.rules import refuse_too_many
+from fedstill.data.sources import load_dataset
+from fedstill.errors import DataError, InfeasiblePartition, UnknownName
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.cautions import cautions
+from fedstill.registry import lookup
+
+NAMES = ("ant", "bee", "cat", "dog")
+
+
+def _data(trained: list[int], tested: list[int], names: tuple[str, ...] = NAMES) -> Dataset:
+    def split(classes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        labels = np.repeat(classes, 12)
+        return np.random.default_rng(len(labels)).normal(size=(len(labels), 3)), labels
+
+    return fedstill.from_tensors("mine", split(trained), split(tested), classes=names)
+
+
+def _said(data: Dataset, **changes: object) -> list[str]:
+    what = {"model": "logistic", "partition": "iid", "measure": (), **changes}
+    return list(cautions(prepare(settle(toys.toy(**what)), data)))
+
+
+def test_data_with_all_classes_are_passed_over() -> None:
+    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3])) == []
+
+
+def test_classes_that_are_not_trained_or_not_tested_are_named() -> None:
+    assert _said(_data([0, 1, 2], [0, 1, 2, 3])) == [
+        "data: no training example is of class 'dog', so no model can learn it"
+    ]
+    assert _said(_data([0, 1, 2, 3], [0, 1])) == [
+        "data: no test example is of classes 'cat', 'dog', so whether it is forgotten is not measured"
+    ]
+
+
+def test_a_run_of_one_class_is_refused() -> None:
+    with pytest.raises(DataError, match="mine holds one class, 'ant': any model is right about it"):
+        _said(_data([0], [0], names=("ant",)))
+
+
+def test_without_test_examples_it_is_said_that_nothing_is_measured() -> None:
+    data = _data([0, 1], [0, 1], names=("ant", "bee"))
+    none = replace(data, test=data.test.take(torch.zeros(0, dtype=torch.int64)))
+    assert any("there are no test examples, so no accuracy is measured" in text for text in _said(none))
+
+
+def test_pictures_that_lie_in_no_folder_of_a_class_are_refused(tmp_path: Path) -> None:
+    flat, split = tmp_path / "flat", tmp_path / "split"
+    for folder in (flat, split / "train", split / "test"):
+        folder.mkdir(parents=True)
+        for i in range(3):
+            Image.new("L", (4, 4), i).save(folder / f"{i}.png")
+    for place, where in ((flat, "0.png"), (split, "test/0.png")):
+        with pytest.raises(DataError, match=rf"{place / where} is in no folder of its class; .*{place.name}/cat/0.png"):
+            load_dataset(str(place))
+
+
+def test_classes_may_be_called_as_splits_are(tmp_path: Path) -> None:
+    for name in ("train", "tram"):
+        (tmp_path / name).mkdir()
+        for i in range(10):
+            Image.new("L", (4, 4), i).save(tmp_path / name / f"{i}.png")
+    assert load_dataset(str(tmp_path)).classes == ("train", "tram")
+
+
+def test_a_smaller_min_size_is_advised_only_where_there_is_one() -> None:
+    with pytest.raises(InfeasiblePartition, match=r"take fewer clients$"):
+        refuse_too_many("iid", 3, 4)
+    with pytest.raises(InfeasiblePartition, match=r"take fewer clients or a smaller min_size$"):
+        refuse_too_many("iid", 30, 4, 10)
+
+
+def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from fedstill import Method\n\nclass Mine(Method):\n    pass\n")
+    with pytest.raises(UnknownName) as said:
+        lookup("method", "mine.py:Nine", tmp_path)
+    assert "Mine" in str(said.value)
+    assert "Method" not in str(said.value)
+
+
+def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["compare", "--methods", "fedavg", "--seeds", "1..3"]) == 2
+    assert capsys.readouterr().err == "fedstill: --seeds: '1..3' is no whole number; write 1,2,3, for example\n"
