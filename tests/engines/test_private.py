@@ -151,7 +151,7 @@ def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(ep
             except BudgetSpent:
                 last.append(stage.round)
                 break
-            one.mark(stage, [{"client": 0, "examples": 1000}], {})
+            one.mark(stage, [{"name": "train", "client": 0, "examples": 1000}], {})
             assert (one.spent(0) or 0) <= epsilon
     assert last[0] == last[1] > 1
 
@@ -159,17 +159,26 @@ def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(ep
 def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_resume() -> None:
     site, events = budget(), []
     for stage in itertools.islice(stages(), 3):
-        came = [{"client": 0, "examples": 10_000}]
+        came = [{"name": "train", "client": 0, "examples": 10_000}]
         site.mark(stage, came, {})
         events += came
     again = budget()
     again.count(events)
     for one in (site, again):
-        one.mark(Stage(4, 0, "train", (0,)), [{"client": 0, "refused": "failed: did not reply"}], {})
+        one.mark(Stage(4, 0, "train", (0,)), [{"name": "train", "client": 0, "refused": "failed: did not reply"}], {})
     assert site.steps == again.steps == {0: Counter({0.005: 4 * 400})}
     unknown = budget()
-    unknown.mark(Stage(1, 0, "train", (0,)), [{"client": 0, "refused": "failed: did not reply"}], {})
+    unknown.mark(Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "refused": "failed: did not reply"}], {})
     assert unknown.steps == {0: Counter({1.0: 2})}
+
+
+def test_what_a_site_said_in_one_stage_is_not_taken_for_another() -> None:
+    site = budget(epsilon=5.0)
+    site.mark(Stage(1, 0, "train", (0,)), [{"name": "train", "client": 0, "examples": 10_000}], {})
+    world: Any = SimpleNamespace(plans=dict.fromkeys(("train", "fit"), Plan(epochs=2, batch=50)), clients=1)
+    site = replace(site, world=world)
+    assert site.visit(Stage(2, 0, "train", (0,)), 0, None) == (0.005, 400)
+    assert site.visit(Stage(2, 1, "fit", (0,)), 0, None) == (1.0, 2), "every step took all examples"
 
 
 def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) -> None:

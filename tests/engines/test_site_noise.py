@@ -14,6 +14,7 @@ from test_flower_own_data import CLIENTS, simulated, sites
 
 import fedstill
 import toys
+from fedstill.data.views import SiteViews
 from fedstill.engines.flower.client_app import client_app
 from fedstill.engines.flower.loopback import LoopbackGrid, parsed, serialised
 from fedstill.engines.flower.requests import Request, SiteReply
@@ -312,3 +313,18 @@ def test_private_training_at_a_site_draws_what_no_seed_repeats_answers_once_and_
     refused = trained(at(there[0], tmp_path / "tight"), tight)
     assert refused.failure.endswith("more steps would cost this site more than privacy.epsilon allows it")
     assert not refused.up
+
+
+def test_a_kept_answer_costs_what_it_had_even_if_the_site_has_more_data_by_then(
+    there: list[Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("opacus")
+    experiment, place = trains_privately(), tmp_path / "one"
+    trained(at(there[0], place), experiment)
+    (noted,) = place.rglob("noised")
+    said = noted.read_text()
+    noted.unlink()  # the site stopped when the reply was kept, and its cost was not yet noted
+
+    monkeypatch.setattr(SiteViews, "trains_on", lambda *of: 1_000_000)
+    assert trained(at(there[0], place), experiment).failure == ""
+    assert noted.read_text() == said

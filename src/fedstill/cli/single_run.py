@@ -61,7 +61,7 @@ def run_command(
         try:
             result = runner.run(experiment, out, watch=watch, debug=debug, overwrite=overwrite, track=track)
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(stopped)}", 1)
+            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(str(stopped))}", 1)
     return _show(result, again=settings.query.again is not None)
 
 
@@ -84,7 +84,7 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
         try:
             result = runner.resume(directory, watch=watch, debug=debug, track=track)
         except Interrupted as stopped:
-            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(stopped)}", 1)
+            return say(f"stopped after a whole stage; go on with: fedstill resume {in_shell(str(stopped))}", 1)
     return _show(result, again=settings.query.again is not None)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import correct_by_class
-from fedstill.engines.returned import fields_of
+from fedstill.engines.returned import journal_fields
 from fedstill.errors import FedstillError
 from fedstill.fitting import FIT
 from fedstill.models.contract import predictor
@@ -105,7 +105,7 @@ class ClientMeasures:
             start = time.perf_counter()
             try:
                 given = measure.at_client(seen)
-                numbers = None if given is None else fields_of(measure.at_client, given, TAKEN | ENGINE.keys())
+                numbers = None if given is None else journal_fields(measure.at_client, given, TAKEN | ENGINE.keys())
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
                 raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error

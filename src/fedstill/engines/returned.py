@@ -43,7 +43,7 @@ def sent_and_remembered(work: ClientWork, given: object) -> tuple[Payload, Paylo
     return both
 
 
-def fields_of(said: Callable[..., object], given: object, taken: Collection[str] = ()) -> dict[str, Any]:
+def journal_fields(said: Callable[..., object], given: object, taken: Collection[str] = ()) -> dict[str, Any]:
     """What ``report`` or a measure's function gave, as a journal holds it; numbers of NumPy and torch become Python's.
 
     taken: names of fields that are the run's own. Raises BadReturn for one of them, for anything but a dict, and for

@@ -20,7 +20,7 @@ from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
 from fedstill.engines.private import Private
-from fedstill.engines.returned import carry_of, fields_of, sent_and_remembered
+from fedstill.engines.returned import carry_of, journal_fields, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
 from fedstill.errors import ClientFailed, CorruptFile
 from fedstill.files import digest
@@ -191,7 +191,7 @@ class SerialEngine:
         seed = seed_for(self.world.seed, stage.round, stage.index, view.client, "privacy")
         up = self.privacy.protect(up, None if self.secret else seed)
         self.memory.hold(view.client, memory)
-        own = fields_of(work.report, work.report(params, carry, view, self.world))
+        own = journal_fields(work.report, work.report(params, carry, view, self.world))
         metrics |= {OWN: own} if own else {}
         metrics["seconds_training"] = seconds
         models = (

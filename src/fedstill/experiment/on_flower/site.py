@@ -87,7 +87,8 @@ class Clerk:
             )
         answer = kept or self._work(ready, request, desk)
         privacy = ready.settings.privacy
-        rate, sent = private_visit(ready, request) if privacy.trains else (None, rows_of(answer.up) * privacy.on)
+        visit = private_visit(ready, request, None if answer.failure else answer.examples)
+        rate, sent = visit if privacy.trains else (None, rows_of(answer.up) * privacy.on)
         if ready.settings.on_sites and sent and not answer.failure:
             desk.note_noise(request.stage, sent, rate)
         return answer

@@ -12,12 +12,16 @@ from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.wire.moments_accountant import training_epsilon
 
 
-def private_visit(ready: Prepared, request: Request) -> tuple[float, int]:
-    """With which probability a noised step takes an example in a stage, and how many steps it has."""
+def private_visit(ready: Prepared, request: Request, examples: int | None = None) -> tuple[float, int]:
+    """With which probability a noised step takes an example in a stage, and how many steps it has.
+
+    examples: on how many a kept answer was trained; the site may have more by now.
+    """
     plan = ready.settings.plans.get(request.stage.name)
-    if plan is None:
+    if plan is None or request.stage.view != "private":
         return 0.0, 0
-    return rate_and_steps(ready.sites.trains_on(request.client, request.stage.name), plan)
+    own = ready.sites.trains_on(request.client, request.stage.name) if examples is None else examples
+    return rate_and_steps(own, plan)
 
 
 def demand_budget(ready: Prepared, request: Request, desk: Desk) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from fedstill.engines.returned import fields_of
+from fedstill.engines.returned import journal_fields
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room
 from fedstill.origin import reason
@@ -21,7 +21,7 @@ def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers |
     """What a measure sees in a finished stage; raises FedstillError, with its place, if it fails."""
     try:
         given = measure.look(seen, room)
-        return None if given is None else fields_of(measure.look, given, EVENT)
+        return None if given is None else journal_fields(measure.look, given, EVENT)
     except FedstillError:
         raise
     except Exception as error:
@@ -29,7 +29,7 @@ def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers |
         raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 
-def summed_up(
+def summed_by_measures(
     measures: Mapping[str, Measure], reports: Reports, taken: Collection[str], over_flower: bool
 ) -> dict[str, Any]:
     """What the measures make of the clients' reports; over Flower no client's report may end the run.
@@ -39,7 +39,7 @@ def summed_up(
     made: dict[str, Any] = {}
     for name, measure in measures.items():
         try:
-            made |= fields_of(measure.of_round, measure.of_round(reports), {*EVENT, *taken, *made})
+            made |= journal_fields(measure.of_round, measure.of_round(reports), {*EVENT, *taken, *made})
         except Exception as error:
             said = f"measure {name} cannot sum up what clients reported: {reason(error, measure)}"
             if not over_flower:

@@ -17,7 +17,7 @@ from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clie
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.about_data import told_of_data
-from fedstill.experiment.running.asking_measures import looked, summed_up
+from fedstill.experiment.running.asking_measures import looked, summed_by_measures
 from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
@@ -167,7 +167,7 @@ class Measuring:
             Reports(replies, before, classes, self._totals),
             self.prepared.settings.engine == "flower",
         )
-        summed = summed_up(self.measures, reports, {*about, *rest}, over_flower)
+        summed = summed_by_measures(self.measures, reports, {*about, *rest}, over_flower)
         event = {**about, **summed, **rest, "seconds_measuring": time.perf_counter() - began + self.spent}
         self.spent, began_cpu, self._cpu = 0.0, self._cpu, time.process_time()
         event["seconds_cpu"] = self._cpu - began_cpu

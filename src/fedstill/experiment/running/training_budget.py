@@ -20,16 +20,16 @@ from fedstill.wire.privacy import Privacy
 class TrainingBudget:
     """Counts each client's noised steps, by the probability with which they took an example.
 
-    ``examples``: how many each client trains on, in a simulation by stage. Of a real site it is what the site said last
-    (``said``); one that has said nothing yet counts as if every step took all of its examples. A stage that failed or
-    was refused counts, too: something may have been sent.
+    ``examples``: how many each client trains on, by stage, in a simulation. Of a real site it is what the site said
+    last in a stage of that name (``said``); one that has said nothing yet counts as if every step took all of its
+    examples. A stage that failed or was refused counts, too: something may have been sent.
     """
 
     privacy: Privacy
     world: World
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
-    said: dict[int, int] = field(default_factory=dict)
+    said: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @staticmethod
     def of(prepared: Prepared) -> TrainingBudget:
@@ -44,7 +44,8 @@ class TrainingBudget:
         plan = self.world.plans.get(stage.name)
         if plan is None or client == SERVER or stage.view != "private":
             return 0.0, 0
-        n = self.examples.get((stage.name, client), self.said.get(client) if said is None else said)
+        own = stage.name, client
+        n = self.examples.get(own, self.said.get(own) if said is None else said)
         return rate_and_steps(plan.batch if n is None else n, plan)
 
     def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
@@ -63,7 +64,7 @@ class TrainingBudget:
             if steps := event.get("private_steps", 0):
                 self.steps.setdefault(event["client"], Counter())[float(event["private_rate"])] += steps
                 if event.get("examples") and "refused" not in event:
-                    self.said[event["client"]] = event["examples"]
+                    self.said[event["name"], event["client"]] = event["examples"]
 
     def spent(self, client: int, rate: float = 0.0, more: int = 0) -> float | None:
         """A client's epsilon so far, or after more steps; None where nothing bounds it."""
@@ -77,7 +78,7 @@ class TrainingBudget:
         """
         most = self.privacy.epsilon
         for client in clients if most is not None else ():
-            if not self.examples and client not in self.said:
+            if not self.examples and (stage.name, client) not in self.said:
                 continue
             rate, steps = self.visit(stage, client, None)
             after = self.spent(client, rate, steps)
