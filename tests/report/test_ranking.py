@@ -196,7 +196,7 @@ def test_of_pairs_that_both_tiers_tell_apart_it_is_counted_how_many_have_one_ord
     assert not one.bars or all(set(bar) == {"FedAvg", "FedProx"} for bar in one.bars)
     assert turned.bars == []
     (line,) = agreement_lines([one, turned])
-    assert line[5:] == ["3", "3", "1"]
+    assert line[5:] == ["3", "3", "1", "FedAvg above FedNTD, SCAFFOLD above FedNTD"]
     assert float(line[3]) == pytest.approx(-1 / 3, abs=0.005)
 
 

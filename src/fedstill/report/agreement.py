@@ -17,11 +17,13 @@ TITLE = "Do the tiers agree?"
 MEANS = (
     "By track, over the methods that both tiers rank: Kendall's tau of their mean ranks, 1 for the same order and -1"
     " for the reverse; p is how often an order drawn by chance is as far from 0. Ranks that cannot be told apart move"
-    " it too, so that the last columns count pairs: those that both tiers tell apart, and in how many of these the"
-    " same method is above."
+    " it too, so that the last columns count pairs: those that both tiers tell apart, in how many of these the"
+    " same method is above, and the others by name, as the larger tier has them."
 )
 
-HEAD = ("track", "tiers", "methods in both", "Kendall's tau", "p", "pairs", "both tell apart", "same order")
+PAIRS = ("pairs", "both tell apart", "same order", "other order")
+
+HEAD = ("track", "tiers", "methods in both", "Kendall's tau", "p", *PAIRS)
 
 
 def agreement_lines(every: Sequence[Standings]) -> list[list[str]]:
@@ -48,13 +50,15 @@ def _tau(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, st
     return (NONE, NONE) if math.isnan(tau) else (f"{tau:.2f}", f"{p:.3f}")
 
 
-def _pairs(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, str, str]:
-    """How many pairs of methods there are, how many both tiers tell apart, and how many of these in the same order."""
+def _pairs(one: Standings, other: Standings, both: Sequence[str]) -> tuple[str, str, str, str]:
+    """How many pairs of methods there are, how many both tiers tell apart, how many of these alike; the others."""
     first, second = _ranks(one), _ranks(other)
     pairs = list(itertools.combinations(both, 2))
     apart = [(a, b) for a, b in pairs if not _on_one_bar(one, a, b) and not _on_one_bar(other, a, b)]
     alike = [(a, b) for a, b in apart if (first[a] < first[b]) == (second[a] < second[b])]
-    return str(len(pairs)), str(len(apart)), str(len(alike))
+    unlike = [(a, b) if second[a] < second[b] else (b, a) for a, b in apart if (a, b) not in alike]
+    names = ", ".join(f"{above} above {below}" for above, below in unlike)
+    return str(len(pairs)), str(len(apart)), str(len(alike)), names or NONE
 
 
 def _ranks(one: Standings) -> dict[str, float]:
