@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
@@ -19,18 +19,20 @@ NEAR = 0.75
 def refuse_uncalled(what: str, made: object, *other_contracts: type) -> None:
     """Raise ConfigError for a public function or setting of a user's class that is most likely a misspelt hook.
 
-    That is one that its classes of the library do not have, that nothing in its module uses, and whose name is near to
-    one that they do have. The same goes for the exact name of a hook of ``other_contracts``. The library's own classes
-    pass, and so does every name that begins with an underscore. ``what``: how the message calls it: "method mine.py".
+    That is one that its classes of the library do not have, that nothing in the modules of its own classes uses, and
+    whose name is near to one that the library's do have. The same goes for the exact name of a hook of
+    ``other_contracts``. The library's own classes pass, and so does every name that begins with an underscore.
+    ``what``: how the message calls it: "method mine.py".
     """
-    kinds = type(made).__mro__
-    library = [kind for kind in kinds if _is_library(kind)]
+    library = [kind for kind in type(made).__mro__ if _is_library(kind)]
+    own = [kind for kind in type(made).__mro__ if kind is not object and not _is_library(kind)]
+    if not own:
+        return
     known = {name for kind in library for name in _own(kind)}
     elsewhere = {name: kind for kind in other_contracts if not isinstance(made, kind) for name in _own(kind)}
-    for kind in kinds:
-        if kind is object or _is_library(kind):
-            continue
-        for name in sorted(_unused(kind) - known):
+    used = _used(own)
+    for kind in own:
+        for name in sorted({*_own(kind)} - known - used):
             near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
             where = definition(vars(kind)[name]) or kind.__name__
             if name in elsewhere:
@@ -51,11 +53,11 @@ def _own(kind: type) -> Iterator[str]:
     return (name for name in vars(kind) if name[0] != "_" and name not in fields)
 
 
-def _unused(kind: type) -> set[str]:
-    """What a class defines, and no code of its module uses."""
-    module = sys.modules.get(kind.__module__)
-    things = [v for v in vars(module).values() if getattr(v, "__module__", "") == kind.__module__] if module else []
-    return set(_own(kind)) - {name for code in _codes([kind, *things]) for name in code.co_names}
+def _used(kinds: Sequence[type]) -> set[str]:
+    """The names that any code of the modules of some classes uses."""
+    modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds}
+    inside = [v for m in modules.values() if m for v in vars(m).values() if getattr(v, "__module__", "") in modules]
+    return {name for code in _codes([*kinds, *inside]) for name in code.co_names}
 
 
 def _codes(things: Iterable[Any]) -> Iterator[CodeType]:

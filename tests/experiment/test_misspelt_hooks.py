@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,6 +79,19 @@ def test_a_method_handed_over_from_python_is_checked_as_well() -> None:
 class Settled(Method):
     def set_up(self, world):  # type: ignore[no-untyped-def]
         return None
+
+
+def test_a_helper_may_stand_in_one_file_and_be_called_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = "from fedstill.work import ClientWork\n\nclass Base(ClientWork):\n    def ends(self):\n        return 3\n"
+    below = "from base_of_it import Base\n\nclass Below(Base):\n    def _more(self):\n        return self.ends()\n"
+    (tmp_path / "base_of_it.py").write_text(base)
+    (tmp_path / "below_it.py").write_text(below)
+    monkeypatch.syspath_prepend(tmp_path)
+    refuse_uncalled("method", importlib.import_module("below_it").Below())
+    with pytest.raises(ConfigError, match="nothing calls ends"):
+        refuse_uncalled("method", importlib.import_module("base_of_it").Base())
 
 
 def test_everything_of_the_library_passes() -> None:

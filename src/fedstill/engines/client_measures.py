@@ -22,6 +22,9 @@ from fedstill.stream import OFF, Stream
 from fedstill.topology import TASK_TEST
 from fedstill.wire.reports import ENGINE, OWN, PROBE, TAKEN
 
+NOT_A_MEASURES = TAKEN | ENGINE.keys()
+"""Fields of a client's event that no measure gives."""
+
 
 @dataclass(frozen=True)
 class AtClient:
@@ -105,7 +108,7 @@ class ClientMeasures:
             start = time.perf_counter()
             try:
                 given = measure.at_client(seen)
-                numbers = None if given is None else journal_fields(measure.at_client, given, TAKEN | ENGINE.keys())
+                numbers = None if given is None else journal_fields(measure.at_client, given, NOT_A_MEASURES)
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
                 raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error

@@ -87,8 +87,8 @@ class Clerk:
             )
         answer = kept or self._work(ready, request, desk)
         privacy = ready.settings.privacy
-        visit = private_visit(ready, request, None if answer.failure else answer.examples)
-        rate, sent = visit if privacy.trains else (None, rows_of(answer.up) * privacy.on)
+        trained = private_visit(ready, request, answer.examples) if privacy.trains else None
+        rate, sent = trained or (None, rows_of(answer.up) * privacy.on)
         if ready.settings.on_sites and sent and not answer.failure:
             desk.note_noise(request.stage, sent, rate)
         return answer

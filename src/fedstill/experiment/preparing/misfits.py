@@ -88,7 +88,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
 
 def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
     """Raise ConfigError for what is misspelt in a user's ClientWork; the method itself is checked with its config."""
-    for stage in schedule:
+    for stage in {stage.name: stage for stage in schedule}.values():  # a chain has one of each client
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
