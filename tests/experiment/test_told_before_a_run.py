@@ -99,3 +99,10 @@ def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
 def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["compare", "--methods", "fedavg", "--seeds", "1..3"]) == 2
     assert capsys.readouterr().err == "fedstill: --seeds: '1..3' is no whole number; write 1,2,3, for example\n"
+
+
+def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> None:
+    rows = "\n".join(f"{i},0.5,{i % 2}" for i in range(20))
+    (tmp_path / "t.csv").write_text(f"a,b,label\n{rows}\n1e300,2,1\n")
+    with pytest.raises(DataError, match=r"column 'a' holds 1e\+300, too large for a number of 32 bits"):
+        load_dataset(str(tmp_path / "t.csv"))

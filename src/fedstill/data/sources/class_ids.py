@@ -22,7 +22,7 @@ def checked_label(what: str, k: int, value: Any) -> int | str:
         return int(value)
     if isinstance(value, str) and len(value) <= NAME_LENGTH:
         return value
-    if value is None or value != value:
+    if value is None or (isinstance(value, (float, np.floating)) and np.isnan(value)):
         raise DataError(f"{what}: example {k} has no label; give it one, or leave the example out")
     said = repr(value) if len(repr(value)) <= 60 else repr(value)[:60] + "…"
     raise DataError(f"{what}: example {k} has the label {said}; labels are class ids, whole numbers from 0, or names")
