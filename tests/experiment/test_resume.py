@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,16 @@ def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:
         resume(tmp_path / "run")
     written(1.0)
     assert resume(tmp_path / "run").accuracy >= 0
+
+
+def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_go_on(tmp_path: Path) -> None:
+    data = toys.blobs()
+    images = data.train.values.clone()
+    images[[0, 5]] = images[[5, 0]]  # two of one class change places
+    other = replace(data, train=replace(data.train, values=images))
+    assert (other.mean, other.std) == (data.mean, data.std)
+    with pytest.raises(Interrupted):
+        run(SETTINGS["parallel"], tmp_path / "run", data, StopAfter(1))
+    with pytest.raises(CorruptFile, match="the examples themselves differ from those that the run was started with"):
+        resume(tmp_path / "run", data=other)
+    assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0

@@ -21,7 +21,7 @@ def other_draws(settings: Settings, events: Sequence[Event], data: Dataset) -> s
     """What in a journal is not what these settings draw of the data here; empty where all is."""
     ready = prepare(settings, data)
     measuring = Measuring(ready)
-    told = measuring.about() | ({"split": split_told(measuring.dealt_out)} if measuring.dealt_out else {})
+    told = measuring.about(seals=False) | ({"split": split_told(measuring.dealt_out)} if measuring.dealt_out else {})
     for key in TOLD:
         has, draws = (json.loads(json.dumps(of.get(key))) for of in (events[0], told))
         if has != draws:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fedstill.data.examples import examples_digest
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.preparing.standardising import Standard
 
@@ -35,6 +36,15 @@ def told_of_data(
     if prepared.notes:
         told["notes"] = list(prepared.notes)
     return told
+
+
+def sealed_examples(prepared: Prepared) -> dict[str, Any]:
+    """The SHA-256 of all examples by split; none of real sites' own, nor of features, which differ by the processor."""
+    data = prepared.dataset
+    if prepared.settings.on_sites or data.before is not None:
+        return {}
+    splits = {"train": data.train, "test": data.test, "public": prepared.sites.public}
+    return {"examples": {name: examples_digest(each) for name, each in splits.items() if each is not None}}
 
 
 def _standardised(by: Standard) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fedstill.engines.memory import Memory
 from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.about_data import told_of_data
+from fedstill.experiment.running.about_data import sealed_examples, told_of_data
 from fedstill.experiment.running.asking_measures import looked, summed_by_measures
 from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
@@ -68,11 +68,11 @@ class Measuring:
         self.tasks = TaskEnds(self.prepared)
         self.own_tests = OwnTests(self.prepared.sites, settings.method.personal)
 
-    def about(self) -> dict[str, Any]:
-        """What the journal's first event says of the data."""
+    def about(self, seals: bool = True) -> dict[str, Any]:
+        """What the journal's first event says of the data; ``seals``: also the SHA-256 of all examples."""
         asked = self.queried.before() if self.queried.anyone else {}
         told = told_of_data(self.prepared, self._totals, asked, split=self.dealt_out is not None)
-        return {**told, **self.tasks.about()}
+        return {**told, **self.tasks.about(), **(sealed_examples(self.prepared) if seals else {})}
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""

@@ -28,7 +28,12 @@ from fedstill.wire.reports import json_value
 
 log = logging.getLogger("fedstill.resume")
 
-SAME = {"classes": "the classes", "test_counts": "the labels of the test set", "inputs": "the inputs' mean or spread"}
+SAME = {
+    "classes": "the classes",
+    "test_counts": "the labels of the test set",
+    "inputs": "the inputs' mean or spread",
+    "examples": "the examples themselves",
+}
 """What of the event ``start`` tells whether the data are the same, and what it is called."""
 
 
