@@ -22,7 +22,7 @@ from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.engines.tallies import BestEpoch, RunningSums
-from fedstill.keys import seed_for
+from fedstill.keys import seed_for, seed_global
 from fedstill.models import contract
 from fedstill.origin import bad_return
 from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
@@ -63,7 +63,7 @@ def train(
     dropout = contract.draws_random_numbers(view.model)
     with torch.random.fork_rng(devices=[], enabled=dropout):
         if dropout:
-            torch.manual_seed(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
+            seed_global(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
         (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
+from fedstill.keys import seed_global
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
@@ -84,7 +85,7 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
     with _building, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_global(seed)
         made = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, made).items()}
 
