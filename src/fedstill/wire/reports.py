@@ -108,7 +108,7 @@ def _whys(value: Any) -> bool:
     return few and all(_name(k) and _number_or_none(v) for why in value.values() for k, v in why.items())
 
 
-_DRAWN: Mapping[str, Callable[[Any], bool]] = {PROBE: _list_of(is_number), WHY: _whys}
+_FORMS: Mapping[str, Callable[[Any], bool]] = {**ENGINE, **COUNTED, PROBE: _list_of(is_number), WHY: _whys}
 
 
 def wrong_report(metrics: Mapping[str, Any]) -> str:
@@ -144,8 +144,7 @@ def _wrong_field(name: Any, value: Any) -> str:
 
 
 def _has_its_form(name: str, value: Any, depth: int = 3, word: int = MAX_WORD) -> bool:
-    check = ENGINE.get(name) or COUNTED.get(name)
-    check = check or _DRAWN.get(name) or (_seconds if name.startswith("seconds") else None)
+    check = _FORMS.get(name) or (_seconds if name.startswith("seconds") else None)
     return check(value) if check else _plain(value, depth, word)
 
 
@@ -184,7 +183,7 @@ def healed(event: Mapping[str, Any], classes: int) -> tuple[dict[str, Any], list
         bad.add("noised_rows")
     if not is_count(event.get("private_steps", 0)) or not 0 <= event.get("private_rate", 0.0) <= 1:
         bad |= {"private_steps", "private_rate"}
-    return {k: v for k, v in event.items() if k not in bad}, sorted(bad)
+    return ({k: v for k, v in event.items() if k not in bad} if bad else dict(event)), sorted(bad)
 
 
 def _heals(name: str, value: Any, classes: int) -> bool:

@@ -16,6 +16,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,14 @@ def run_place(column: str, seed: int) -> str:
 def rounds_of(folder: Path) -> int:
     """How many rounds a run of an entry was to have, as its config says; raises CorruptFile."""
     try:
-        return int(tomllib.loads((folder / "config.toml").read_text())["rounds"])
+        return _rounds_in((folder / "config.toml").read_text())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFile(f"{folder / 'config.toml'} cannot be read: {error}") from error
+
+
+@lru_cache(64)
+def _rounds_in(config: str) -> int:
+    return int(tomllib.loads(config)["rounds"])
 
 
 def slug(name: str) -> str:

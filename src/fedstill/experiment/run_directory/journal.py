@@ -24,8 +24,8 @@ Event = dict[str, Any]
 DIGITS = 19
 """The most characters of a whole number that a reader can compute with."""
 
-LONG = re.compile(rb"(?<![.\d])\d{%d}" % DIGITS)
-"""Found in a line that may have such a number: all others are read at once."""
+LONG = re.compile(rb"[-:,\[ \t\r]\d{%d}" % DIGITS)
+"""Found in a line that may have a longer one, behind what may stand before a number: all others are read at once."""
 
 Mark = tuple[int, str]
 """A place in a journal: its length in bytes there, and the SHA-256 of all before it."""
