@@ -32,7 +32,8 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asking(*measure: str) -> Experiment:
-    return toys.toy("qkt", measure=measure, model={"name": "mlp", "hidden": (8, 2)}, **toys.suited("qkt"))
+    plan = {"epochs": 4, "batch": 20, "lr": 0.1}
+    return toys.toy("qkt", measure=measure, model={"name": "mlp", "hidden": (8, 2)}, plan=plan, **toys.suited("qkt"))
 
 
 def test_it_leaves_no_trace_and_resumes_to_the_same_bits(looked: Path, tmp_path: Path) -> None:
@@ -63,9 +64,7 @@ def test_it_looks_at_the_first_client_that_asked_after_each_of_its_stages(looked
 
 def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) -> None:
     event = [e for e in read_journal(looked / "journal.jsonl") if e.get("measure") == "boundaries"][-1]
-    prepared = prepare(
-        settle(toys.toy("qkt", model={"name": "mlp", "hidden": (8, 2)}, **toys.suited("qkt"))), toys.blobs()
-    )
+    prepared = prepare(settle(asking()), toys.blobs())
     config = digest((looked / "config.toml").read_bytes())
     restored = Checkpoints(looked / "checkpoints", config, looked / "memory").latest()
     assert restored is not None

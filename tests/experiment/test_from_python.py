@@ -139,29 +139,39 @@ if __name__ == "__main__":
 """
 
 
-def script(folder: Path, call: str, body: str = "beta: float = 0.5") -> str:
-    (folder / "script.py").write_text(SCRIPT.format(call=call, body=body))
-    tests = Path(__file__).parents[1]
-    command = [
-        sys.executable,
-        "-c",
-        f"import sys; sys.path.insert(0, {str(tests)!r}); import runpy; "
-        f"runpy.run_path({str(folder / 'script.py')!r}, run_name='__main__')",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+FORKING = """
+import os, runpy, sys
+sys.path.insert(0, sys.argv[1])
+import fedstill.experiment.running.runner, toys, run_bits
+for number in range(int(sys.argv[2])):
+    if not (process := os.fork()):
+        os.dup2(os.open(f"said{number}", os.O_WRONLY | os.O_CREAT), 1)
+        runpy.run_path(f"script{number}.py", run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == 0
+"""
+"""Runs scripts one after another, each in a process of its own that imports nothing anew."""
 
 
 def test_another_process_says_what_it_needs_and_goes_on_with_it(tmp_path: Path) -> None:
-    begin = "run(toys.toy(Mine(beta=0.25), rounds=2), 'run', toys.blobs(), StopAfter(1))"
-    assert script(tmp_path, begin).startswith("Interrupted")
-    said = script(tmp_path, "resume('run', toys.blobs())")
-    assert "was handed over in Python" in said
-    assert "fedstill.resume(DIRECTORY, method=Mine)" in said
-    other = script(tmp_path, "resume('run', toys.blobs(), method=Mine)", "beta: float = 0.75")
+    calls = [
+        ("run(toys.toy(Mine(beta=0.25), rounds=2), 'run', toys.blobs(), StopAfter(1))", 0.5),
+        ("resume('run', toys.blobs())", 0.5),
+        ("resume('run', toys.blobs(), method=Mine)", 0.75),
+        ("print(resume('run', toys.blobs(), method=Mine).accuracy)", 0.5),
+    ]
+    for number, (call, beta) in enumerate(calls):
+        (tmp_path / f"script{number}.py").write_text(SCRIPT.format(call=call, body=f"beta: float = {beta}"))
+    command = [sys.executable, "-c", FORKING, str(Path(__file__).parents[1]), str(len(calls))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    begun, without, other, with_it = ((tmp_path / f"said{number}").read_text() for number in range(len(calls)))
+    assert begun.startswith("Interrupted")
+    assert "was handed over in Python" in without
+    assert "fedstill.resume(DIRECTORY, method=Mine)" in without
     assert "python:Mine is not the code that the run was started with" in other
-    assert script(tmp_path, "print(resume('run', toys.blobs(), method=Mine).accuracy)").strip()[:2] == "0."
+    assert with_it.strip()[:2] == "0."
 
 
 @pytest.mark.parametrize(

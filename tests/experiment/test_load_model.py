@@ -67,7 +67,7 @@ EXPERIMENTS = {
     "batch_stats": toys.toy("fedavg", model="toy_batch_stats"),
     "some_vote": toys.toy({"name": "ensemble", "participants": 2}, **toys.suited("ensemble")),
     **{name: toys.toy(name, **toys.suited(name), measure_every=1) for name in ("local_only", "qkt", "ft_fedavg")},
-    "fedmd": toys.toy("fedmd", **toys.suited("fedmd"), measure_every=1, clients={"models": FOUR}),
+    "fedmd": toys.toy("fedmd", **toys.suited("fedmd"), measure_every=1, clients={"models": FOUR}, plan={"lr": 0.1}),
     "a_function": toys.toy("toy_peers", rounds=1, topology={"clients": 6}),
 }
 FOR_ALL = (

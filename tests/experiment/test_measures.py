@@ -298,7 +298,7 @@ def test_directions_are_counts_of_angles() -> None:
 
 
 def test_landscapes_meet_at_the_model_itself(tmp_path: Path) -> None:
-    (found,) = run(measured("landscape", rounds=1), tmp_path / "run", data=toys.blobs()).measures
+    (found,) = run(measured("landscape", rounds=1, plan={"lr": 0.1}), tmp_path / "run", data=toys.blobs()).measures
     for around in found["models"].values():
         middle = len(found["axis"]) // 2
         assert around["random"][middle][middle] == around["hessian"][middle][middle] == around["noise"][0]

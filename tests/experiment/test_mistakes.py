@@ -78,7 +78,7 @@ AT_CLIENTS = {
         def terms(self, step, carry):  # HERE
             return {"p": step.logits().softmax(1)}
         """,
-        "LocalTraining.terms gives 'p' of shape (10, 5), not (10,), a value an example, or ()",
+        "LocalTraining.terms gives 'p' of shape (20, 5), not (20,), a value an example, or ()",
         "in terms",
     ),
     "a number": (

@@ -24,15 +24,17 @@ def experiment(name: str) -> Experiment:
     method = registry.lookup("method", name).build()
     needs = method.requires()
     epochs = 4 if method.topology == "peer_to_peer" else 2  # among peers there is one round to learn in
-    model: dict[str, object] = {"plan": {"epochs": epochs, "batch": 10, "lr": 0.1}}
+    model: dict[str, object] = {"plan": {"epochs": epochs, "batch": 20, "lr": 0.2}}
     if "slim" in needs:
         model = {"model": plain.toy_slim.__name__, "plan": {"epochs": 1, "batch": 20}}
+    if name == "feddf":  # its server trains with the same plan
+        model = {"plan": {"epochs": 2, "batch": 10, "lr": 0.1}}
     if name == "cwc":  # its penalty is steep: importance grows as the way gets shorter
         model = {"plan": {"epochs": 4, "batch": 10, "lr": 0.03}}
     if method.topology == "public_logits":
         model = {
             "clients": {"models": ("mlp", "logistic")},
-            "plan": {"epochs": 2, "batch": 10, "lr": 0.1, "optimiser": "sgd", "teach_server": {"epochs": 16}},
+            "plan": {"epochs": 2, "batch": 20, "lr": 0.2, "optimiser": "sgd", "teach_server": {"epochs": 16}},
         }
     return toys.toy(name, **{**toys.suited(name), "topology": {"clients": 6}, **model})
 

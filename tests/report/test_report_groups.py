@@ -65,8 +65,8 @@ def test_a_second_run_of_a_seed_is_left_out(some_runs: Path) -> None:
 
 def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
     edit(some_runs / "avg8" / "config.toml", "alpha = 1.0", "alpha = 0.5")
-    edit(some_runs / "avg8" / "config.toml", "lr = 0.1", "lr = 0.2")
-    assert [g.label for g in groups([some_runs])][:2] == ["fedavg, alpha=1.0, lr=0.1", "fedavg, alpha=0.5, lr=0.2"]
+    edit(some_runs / "avg8" / "config.toml", "lr = 0.2", "lr = 0.1")
+    assert [g.label for g in groups([some_runs])][:2] == ["fedavg, alpha=1.0, lr=0.2", "fedavg, alpha=0.5, lr=0.1"]
 
 
 def test_unfinished_runs_count_up_to_where_they_are(some_runs: Path) -> None:

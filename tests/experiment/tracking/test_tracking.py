@@ -63,7 +63,7 @@ def test_a_tracker_is_told_all_of_a_run(tmp_path: Path) -> None:
     result = run(toys.toy(measure=["divergence"]), tmp_path / "seed7", toys.blobs(), track=Kept())
     ((about, memo, last),) = Kept.begun
     assert (about.name, about.shared_name, about.seed) == (f"{tmp_path.name}, seed 7", tmp_path.name, 7)
-    assert about.settings["plan.train.lr"] == 0.1
+    assert about.settings["plan.train.lr"] == 0.2
     assert about.folder == result.directory
     assert set(about.versions) == {"fedstill", "torch", "numpy", "python"}
     assert (memo, last) == ({}, -1)
@@ -176,7 +176,7 @@ def test_tensorboard_reads_a_run_that_was_stopped(tmp_path: Path) -> None:
     seen = EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
     assert [e.step for e in seen.Scalars("forgetting")] == [1, 2, 3]
     assert [e.value for e in seen.Scalars("accuracy")][1:] == pytest.approx([e["accuracy"] for e in result.history])
-    assert "plan.train.lr: 0.1" in str(seen.Tensors("settings/text_summary")[0].tensor_proto.string_val)
+    assert "plan.train.lr: 0.2" in str(seen.Tensors("settings/text_summary")[0].tensor_proto.string_val)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -193,7 +193,7 @@ def test_mlflow_has_one_run_of_its_own_with_every_round_once(tmp_path: Path, mon
     result = resume(tmp_path / "run", toys.blobs())
     (there,) = client.search_runs([experiment])
     assert (there.info.status, there.info.run_name) == ("FINISHED", "run")
-    assert there.data.params["plan.train.lr"] == "0.1"
+    assert there.data.params["plan.train.lr"] == "0.2"
     assert there.data.tags["fedstill.directory"] == str(tmp_path / "run")
     sent = client.get_metric_history(there.info.run_id, "accuracy")
     assert [m.step for m in sent] == [0, 1, 2, 3]
@@ -213,7 +213,7 @@ def test_wandb_keeps_offline_what_a_sync_sends(tmp_path: Path, monkeypatch: pyte
     assert first["id"] == second["id"]
     assert [*first["history"], *second["history"]] == [0, 1, 2, 3]
     assert second["history"][3]["accuracy"] == result.accuracy
-    assert first["config"]["plan.train.lr"] == 0.1
+    assert first["config"]["plan.train.lr"] == 0.2
     assert (first["exit"], second["exit"]) == (1, 0)
     assert second["summary"]["summary/forgetting"] == result.forgetting
 
