@@ -82,7 +82,7 @@ def test_no_step_waits(name: str, engine: str, monkeypatch: pytest.MonkeyPatch) 
         pytest.skip("a chain has nothing to stack")
     changes: dict[str, object] = {"topology": {"clients": 6, "sampled": 2}} if chain else {}
     if topology != "peer_to_peer":  # an epoch's steps are alike
-        changes["plan"] = {**stacking.PLAN, "epochs": 1}
+        changes["plan"] = {**stacking.PLAN, "epochs": 1, "batch": 16}
     ready = stacking.ready(name, engine, **changes)
     with watched(monkeypatch) as steps:
         stacking.rounds(ready)
