@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
@@ -90,6 +89,8 @@ class _Known:
 
     def join(self, j: int, setting: MatchingSettings) -> None:
         """Match a network's units with the global ones, or make them new ones, so that the scores' sum is greatest."""
+        from scipy.optimize import linear_sum_assignment
+
         own, precision, old = self.weighted[j], self.precisions[j], len(self.members)
         if old == 0:
             chosen = np.arange(len(own))

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import betaincinv, ndtri
 from torch import Tensor
 
 from fedstill.labels import TensorLike
@@ -83,6 +82,8 @@ def auc_interval(members: TensorLike, others: TensorLike) -> tuple[float, float,
     >>> auc_interval([3.0, 2.0], [2.0, 1.0])[0]
     0.875
     """
+    from scipy.special import ndtri
+
     inside, outside = values(members, 1, "scores"), values(others, 1, "scores")
     m, n = len(inside), len(outside)
     every = _ranks(np.concatenate([inside, outside]))
@@ -125,6 +126,8 @@ def rate_interval(count: int, of: int) -> tuple[float, float]:
     >>> [round(end, 4) for end in rate_interval(0, 10)]
     [0.0, 0.3085]
     """
+    from scipy.special import betaincinv
+
     tail = (1 - LEVEL) / 2
     low = float(betaincinv(count, of - count + 1, tail)) if count > 0 else 0.0
     high = float(betaincinv(count + 1, of - count, 1 - tail)) if count < of else 1.0

@@ -31,8 +31,6 @@ from typing import Annotated
 import numpy as np
 import torch
 from annotated_types import Interval
-from scipy.optimize import bisect
-from scipy.special import log_ndtr, ndtri
 from torch import Tensor
 
 from fedstill.errors import ConfigError
@@ -150,6 +148,8 @@ def secret_normal(shape: tuple[int, ...]) -> Tensor:
     A draw is the inverse of the normal distribution function at a uniform number below a half, of 63 bits, with the
     sign of one bit more; so the tails reach beyond nine standard deviations.
     """
+    from scipy.special import ndtri  # here, as every run imports this module
+
     words = np.frombuffer(os.urandom(8 * math.prod(shape)), dtype=np.uint64)
     below = ndtri(((words >> np.uint64(1)).astype(np.float64) + 0.5) * 2.0**-64)
     return torch.from_numpy(np.where(words & np.uint64(1), below, -below).reshape(shape))
@@ -166,6 +166,9 @@ def gaussian_epsilon(multiplier: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 3)
     4.377
     """
+    from scipy.optimize import bisect
+    from scipy.special import log_ndtr
+
     r = 1 / multiplier
 
     def excess(epsilon: float) -> float:
