@@ -12,7 +12,7 @@ import toys
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.measures.boundaries import STEPS
+from fedstill.experiment.measures.boundaries import STEPS, _plane
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.journal import read_journal
@@ -87,3 +87,11 @@ def test_the_plane_says_what_the_model_says_of_the_images_on_it(looked: Path) ->
 def test_without_queries_it_is_refused_by_name() -> None:
     with pytest.raises(IncompatibleMethod, match="measure boundaries: it looks at a client that asked; set query"):
         prepare(settle(toys.toy("fedavg", measure=("boundaries",))), toys.blobs())
+
+
+def test_a_plane_has_two_sides_where_features_lie_on_a_line() -> None:
+    line = torch.stack([torch.linspace(0, 1, 30), torch.zeros(30)], dim=1)
+    places, ends, points = _plane(line)
+    assert (ends[:, 1] - ends[:, 0] > 0.01).all()
+    assert len(points.unique(dim=0)) == STEPS**2
+    assert places[:, 1].abs().max() < 1e-9

@@ -28,12 +28,15 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 def two_rounds(name: str, kind: str, engine: str, network: object = None) -> stacking.Rounds:
     """In float64, with warnings as errors: torch warns where a stack would run client after client."""
     method = registry.lookup("method", name).build()
-    changes: dict[str, object] = {"model": network or NETWORKS[kind], "plan": {**stacking.PLAN, "epochs": 1, "batch": 16}}
+    changes: dict[str, object] = {
+        "model": network or NETWORKS[kind],
+        "plan": {**stacking.PLAN, "epochs": 1, "batch": 16},
+    }
     if "etf" in method.requires():
         own = NETWORKS[kind]
         changes["model"] = toys.on_simplex(str(own["name"]), **{k: v for k, v in own.items() if k != "name"})
     if method.topology == "peer_to_peer":
-        changes["plan"] = {**stacking.PLAN, "epochs": 1, "batch": 16, "validation": 0.0, "patience": 0, "keep": "last"}
+        changes["plan"] = {**plan, "validation": 0.0, "patience": 0, "keep": "last"}
     if "public_data" in method.requires():
         changes["data"] = {"public": 16}
     if "pair" in method.requires():

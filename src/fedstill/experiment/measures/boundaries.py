@@ -18,6 +18,8 @@ from fedstill.registry import register
 IMAGES, STEPS, DIGITS = 200, 48, 3
 MARGIN = 0.05
 """How far the plane reaches beyond the images, as a share of their extent."""
+FLAT = 0.2
+"""The least extent that counts there: along an axis all features may be alike, as where units have died."""
 
 
 @register("measure", "boundaries")
@@ -86,7 +88,7 @@ def _plane(features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         axes = PCA(2, svd_solver="full")
         places = torch.from_numpy(axes.fit_transform(features.double().numpy()))
         low, high = places.min(0).values, places.max(0).values
-        room = MARGIN * (high - low).clamp(min=1e-6)
+        room = MARGIN * (high - low).clamp(min=FLAT)
         ends = torch.stack([low - room, high + room], dim=1)  # (axis, end)
         x, y = (torch.linspace(float(a), float(b), STEPS, dtype=torch.float64) for a, b in ends)
         points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
