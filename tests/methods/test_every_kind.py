@@ -28,10 +28,8 @@ ON_A_CHAIN_ONLY = {"fedseq", "cwc", "metafed"}
 def two_rounds(name: str, kind: str, engine: str, network: object = None) -> stacking.Rounds:
     """In float64, with warnings as errors: torch warns where a stack would run client after client."""
     method = registry.lookup("method", name).build()
-    changes: dict[str, object] = {
-        "model": network or NETWORKS[kind],
-        "plan": {**stacking.PLAN, "epochs": 1, "batch": 16},
-    }
+    plan: dict[str, object] = {**stacking.PLAN, "epochs": 1, "batch": 16}
+    changes: dict[str, object] = {"model": network or NETWORKS[kind], "plan": plan}
     if "etf" in method.requires():
         own = NETWORKS[kind]
         changes["model"] = toys.on_simplex(str(own["name"]), **{k: v for k, v in own.items() if k != "name"})
