@@ -16,7 +16,7 @@ from fedstill.data.cache_folder import reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.reuse import KeptReplies, key_of
+from fedstill.engines.reuse import LOCKED_BY, KeptReplies, key_of
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal, without_times
@@ -176,6 +176,7 @@ def test_those_not_used_for_longest_make_room(
 ) -> None:
     run(experiment("local_only"), tmp_path / "one", toys.blobs())
     files = sorted(cache.glob("*.reply"))
+    assert {p.name for p in (cache / "locks").iterdir()} == {p.stem[:LOCKED_BY] for p in files}, "no lock for each"
     for age, path in enumerate(files):
         os.utime(path, (1e9 - age, 1e9 - age))
     used = files[-1]  # the oldest, until it serves again

@@ -36,6 +36,9 @@ from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.reuse")
 
+LOCKED_BY = 3
+"""Keys that begin with the same so many hexadecimal digits have one lock: few files, and seldom two that wait."""
+
 
 @dataclass(frozen=True)
 class KeptReplies:
@@ -61,7 +64,7 @@ class KeptReplies:
         except DiskFull as error:
             log.warning("replies are not kept: %s", error)
             return make()
-        with FileLock(self.folder / "locks" / key):
+        with FileLock(self.folder / "locks" / key[:LOCKED_BY]):
             kept = _read(path)
             if kept is not None:
                 with contextlib.suppress(OSError):
