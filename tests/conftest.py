@@ -11,9 +11,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-
-import toys
 
 MEMORY, ROOM = Path("/dev/shm"), 2 << 30
 """A file system in memory, and the bytes that it must have to spare: the suite writes a fifth of that."""
@@ -54,6 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def reproducible() -> None:
+    import torch  # not by the process that only hands tests out
+
+    import toys
+
     torch.set_num_threads(toys.THREADS)
     torch.use_deterministic_algorithms(True)
 
@@ -68,9 +69,9 @@ def _whatever_was_set_before() -> None:
     reproducible()
 
 
-@pytest.fixture(autouse=True)
-def _side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pooled engine's threads, however small the networks of the tests are."""
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pooled engine's threads, however small the networks of the tests are: they take half as long again."""
     monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
 
 

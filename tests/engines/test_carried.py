@@ -32,6 +32,8 @@ from fedstill.records import (
 from fedstill.trees import same_bits
 from fedstill.work import ClientWork
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 LINE = ModelSpec("logistic", (3,), 2)
 PLAN = Plan(epochs=3, batch=8, lr=0.1, momentum=0.9)
 POINTS = Examples(torch.randn(20, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 2)

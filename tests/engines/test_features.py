@@ -24,6 +24,8 @@ from fedstill.registry import method, register
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 def blank(world: World, client: int) -> torch.Tensor:
     """Two means of features, in the network's type."""

@@ -37,6 +37,8 @@ from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 pytest.importorskip("opacus")
 
 ON = {"gradient_clip": 0.5, "gradient_noise": 1.0}

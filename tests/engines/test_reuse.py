@@ -25,6 +25,8 @@ from fedstill.models import contract
 from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
 from fedstill.work import ClientWork
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -27,6 +27,8 @@ from fedstill.method import Method
 from fedstill.records import Reply, Stage, State, World
 from run_bits import assert_same_bits, bits, stopped
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 @dataclass(frozen=True)
 class PartOfTheWay(Method):

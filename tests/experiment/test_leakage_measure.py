@@ -28,6 +28,8 @@ from fedstill.records import Payload, Stage, World
 from fedstill.registry import method, register
 from fedstill.wire.privacy import clip_rows
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 LOOKS: list[tuple[Happened, Room]] = []
 OWN: dict[int, Any] = {}
 """The clients' own models after the first stage that was looked at."""

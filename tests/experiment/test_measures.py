@@ -32,6 +32,8 @@ from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 APART = {"boundaries"}
 """Of clients that asked, in one round: test_boundaries.py."""
 MEASURES = [n for n in registry.names("measure") if not n.startswith("toy_") and n not in APART]

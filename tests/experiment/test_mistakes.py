@@ -13,6 +13,8 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 NO_LINE = "what the library stumbles over"
 
 AT_CLIENTS = {

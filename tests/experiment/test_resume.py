@@ -17,6 +17,8 @@ from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 class Broken(Exception):
     """Something in this process failed between two events."""

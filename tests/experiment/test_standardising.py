@@ -17,6 +17,8 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(5.0, 3.0, shape)

@@ -17,6 +17,8 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 MLP = {"name": "mlp", "hidden": (8,)}
 
 

@@ -16,6 +16,8 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from kinds import NETWORKS, SHAPES, small_data
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 REFUSED = {("fedalign", kind): "needs a model with a slimmable stage" for kind in SHAPES}
 REFUSED |= {("pfnm", "text"): "bag(hidden=(8,), width=6) has embeddings; choose another method"}

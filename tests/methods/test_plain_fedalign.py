@@ -14,6 +14,8 @@ from fedstill.errors import IncompatibleMethod
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 MU = 0.45
 
 

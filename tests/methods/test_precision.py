@@ -23,6 +23,8 @@ from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Plan, Stage, Step, Tensors
 from fedstill.work import ClientWork
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 
 @pytest.fixture(autouse=True)
 def _has_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 METHODS: dict[str, dict[str, Any]] = {
     "replay": {"name": "replay", "size": 8, "beta": 0.5, "nearest_mean": True},
     "der++": {"name": "replay", "size": 8, "beta": 0.5, "alpha": 0.5, "balance": "class"},

@@ -23,6 +23,8 @@ from fedstill.records import ModelSpec, Plan
 from kinds import small_data
 from run_bits import StopAfter, assert_same_bits, bits
 
+pytestmark = pytest.mark.usefixtures("threads")
+
 HERE = "test_wrapped"
 
 
