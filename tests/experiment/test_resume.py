@@ -141,6 +141,6 @@ def test_a_run_whose_examples_changed_under_the_same_labels_and_spread_does_not_
     assert (other.mean, other.std) == (data.mean, data.std)
     with pytest.raises(Interrupted):
         run(SETTINGS["parallel"], tmp_path / "run", data, StopAfter(1))
-    with pytest.raises(CorruptFile, match="the examples themselves differ from those that the run was started with"):
+    with pytest.raises(CorruptFile, match=r"the examples themselves differ from .* .another version of Pillow"):
         resume(tmp_path / "run", data=other)
     assert resume(tmp_path / "run", data=toys.blobs()).accuracy >= 0

@@ -36,6 +36,8 @@ SAME = {
 }
 """What of the event ``start`` tells whether the data are the same, and what it is called."""
 
+PILLOW = " (another version of Pillow may decode pictures otherwise)"
+
 
 def software() -> dict[str, str]:
     """The versions that a run's bits may depend on."""
@@ -116,8 +118,9 @@ def check_data(settings: Settings, start: Mapping[str, Any], told: Mapping[str, 
     now = json_value(dict(told))
     for key, what in SAME.items() if not settings.on_sites else ():
         if key in start and not _alike(start[key], now.get(key)):
-            text = f"data {settings.data.name!r}: {what} differ from those that the run was started with; put the data"
-            text = f"{text} back as they were to resume, or begin anew"
+            text = f"data {settings.data.name!r}: {what} differ from those that the run was started with"
+            text += PILLOW if key == "examples" and "kind" not in now["inputs"] else ""
+            text += "; put the data back as they were to resume, or begin anew"
             raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
 
 
