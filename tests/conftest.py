@@ -70,7 +70,7 @@ def _whatever_was_set_before() -> None:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pooled engine's threads, however small the networks of the tests are: they take half as long again."""
     monkeypatch.setattr("fedstill.engines.pooled.LIGHT", 0.0)
 

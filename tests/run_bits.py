@@ -33,7 +33,9 @@ def bits(folder: Path) -> dict[str, Any]:
             out[name] = journals.without_times(json.loads(path.read_bytes()))
         elif path.parent.name == "checkpoints" and path.suffix == ".json":
             manifest = json.loads(path.read_bytes())["manifest"]
-            out[name] = {k: v for k, v in manifest.items() if k != "journal"}
+            out[name] = {
+                k: v for k, v in manifest.items() if k not in ("journal", "config")
+            }  # config.toml is here itself
         else:
             out[name] = digest(path.read_bytes())
     restored = Checkpoints(

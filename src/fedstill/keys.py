@@ -28,7 +28,7 @@ def generator(seed: int) -> torch.Generator:
 def seed_global(seed: int) -> None:
     """Start torch's global generators at ``seed``, as ``torch.manual_seed`` does.
 
-    That formats the caller's stack for each kind of device that is not there, which takes a millisecond if it is deep.
+    That function formats the caller's stack for each kind of device that is not there; seeding takes far less.
     """
     if torch.cuda.is_available():
         torch.manual_seed(seed)

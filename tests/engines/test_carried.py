@@ -32,7 +32,7 @@ from fedstill.records import (
 from fedstill.trees import same_bits
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 LINE = ModelSpec("logistic", (3,), 2)
 PLAN = Plan(epochs=3, batch=8, lr=0.1, momentum=0.9)

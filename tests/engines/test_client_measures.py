@@ -22,7 +22,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.records import Payload, Stage
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 BUILT_IN = ("local", "epochs", "private_public")
 TRAIN = Stage(2, 0, "train", (0, 1))

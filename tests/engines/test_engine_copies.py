@@ -16,7 +16,7 @@ from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import Payload, Reply, Stage
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
 

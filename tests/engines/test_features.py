@@ -24,7 +24,7 @@ from fedstill.registry import method, register
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 def blank(world: World, client: int) -> torch.Tensor:

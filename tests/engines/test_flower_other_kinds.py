@@ -26,7 +26,7 @@ from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
 
-pytestmark = [needs_flower, pytest.mark.usefixtures("threads")]
+pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
 CLIENTS = 3
 CLASSES = ["healthy", "ill"]

@@ -24,7 +24,7 @@ from fedstill.models import contract
 from fedstill.records import Carry, Payload, Stage, View, World
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 STAGE = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
 

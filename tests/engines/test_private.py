@@ -37,7 +37,7 @@ from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 pytest.importorskip("opacus")
 

@@ -24,7 +24,7 @@ from fedstill.raised import as_sent, queries_raised, with_asks
 from fedstill.records import Payload, Reply, Stage, State
 from flowers import needs_flower, over_flower
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 ONCE: dict[str, Any] = {"rounds": 1, "plan": {"epochs": 3, "batch": 10, "lr": 0.05}}
 

@@ -25,7 +25,7 @@ from fedstill.models import contract
 from fedstill.records import Examples, Payload, Plan, Reply, Stage, View
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 @pytest.fixture

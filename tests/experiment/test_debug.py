@@ -22,7 +22,7 @@ from flowers import needs_flower
 from newcomer import SHAPES, at_the_server, mine, refusals
 from run_bits import assert_same_bits, bits
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 TO_LEAVE_OUT = 'to leave out clients that fail, set clients.failures = "tolerate"'
 

@@ -27,7 +27,7 @@ from fedstill.method import Method
 from fedstill.records import Reply, Stage, State, World
 from run_bits import assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from fedstill.records import Payload, Stage, World
 from fedstill.registry import method, register
 from fedstill.wire.privacy import clip_rows
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 LOOKS: list[tuple[Happened, Room]] = []
 OWN: dict[int, Any] = {}

@@ -32,7 +32,7 @@ from fedstill.registry import register
 from fedstill.topology import Topology
 from run_bits import assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 APART = {"boundaries"}
 """Of clients that asked, in one round: test_boundaries.py."""

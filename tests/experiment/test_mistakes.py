@@ -13,7 +13,7 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 NO_LINE = "what the library stumbles over"
 

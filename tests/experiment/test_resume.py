@@ -17,7 +17,7 @@ from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 class Broken(Exception):

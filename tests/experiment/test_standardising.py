@@ -17,7 +17,7 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:

@@ -23,7 +23,7 @@ from fedstill.records import Stage
 from fedstill.report.run_matrix import run_matrices
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 NEW = ("stream", "task", "accuracy_seen", "measured_in")
 IID = {"kind": "iid"}

@@ -17,7 +17,7 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
 from fedstill.records import SERVER
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 MLP = {"name": "mlp", "hidden": (8,)}
 

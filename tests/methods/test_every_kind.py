@@ -16,7 +16,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from kinds import NETWORKS, SHAPES, small_data
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 METHODS = [n for n in registry.names("method") if not n.startswith("toy_")]
 REFUSED = {("fedalign", kind): "needs a model with a slimmable stage" for kind in SHAPES}

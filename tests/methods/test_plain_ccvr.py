@@ -20,8 +20,6 @@ from fedstill.methods.fedntd import FedNTD
 from fedstill.records import SERVER
 from fedstill.registry import method
 
-pytestmark = pytest.mark.usefixtures("threads")
-
 HEAD = ("head.weight", "head.bias")
 CLASSES, WIDTH = toys.CLASSES, 8
 QUICK = {"calibrate": {"epochs": 2, "batch": 16, "lr": 0.05, "lr_decay": 1.0, "momentum": 0.5, "weight_decay": 0.0}}

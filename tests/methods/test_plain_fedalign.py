@@ -14,8 +14,6 @@ from fedstill.errors import IncompatibleMethod
 from fedstill.methods.fedalign import steepness
 from fedstill.models import contract, resnet
 
-pytestmark = pytest.mark.usefixtures("threads")
-
 MU = 0.45
 
 

@@ -23,7 +23,7 @@ from fedstill.experiment.running.runner import run
 from fedstill.records import Carry, Plan, Stage, Step, Tensors
 from fedstill.work import ClientWork
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_serial_and_pooled_have_the_same_bits_in_bfloat16(
     monkeypatch.setenv("FEDSTILL_WORKERS", "3")
     for engine, kind in (("serial", "bf16"), ("pooled", "bf16"), ("pooled", "fp32")):
         folders[engine, kind] = tmp_path / f"{engine}-{kind}"
-        experiment = stacking.experiment(name, engine, precision=kind, rounds=1)
+        experiment = stacking.experiment(name, engine, precision=kind, rounds=2)
         run(experiment, folders[engine, kind], data=toys.blobs())
     model = {k: (f / "model.safetensors").read_bytes() for k, f in folders.items()}
     assert model["serial", "bf16"] == model["pooled", "bf16"] != model["pooled", "fp32"]

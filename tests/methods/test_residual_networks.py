@@ -44,14 +44,15 @@ def ready(method: object, model: object = RESNET, **changes: object) -> Prepared
     [RESNET, *(pytest.param({"name": n, "norm": "batch"}, marks=pytest.mark.slow) for n in ("resnet18", "resnet50"))],
     ids=str,
 )
-def test_running_statistics_are_averaged_like_weights(model: object) -> None:
+def test_running_statistics_are_averaged_like_weights(model: dict[str, str]) -> None:
     prepared = ready("fedavg", model, plan={"epochs": 1, "batch": plain.PLAN["batch"]})
     fed = Federation(prepared, epochs=1)
     sent = [fed.fit(fed.start, ce, 1, c) for c in range(2)]
     expected, ours = plain.average(sent), drive(prepared)[0][-1].params
     counters = [k for k in ours if k.endswith("num_batches_tracked")]
     statistics = [k for k in ours if k.endswith(("running_mean", "running_var"))]
-    assert len(statistics) == 2 * len(counters) > 20
+    norms = {"resnet10": 12, "resnet18": 20, "resnet50": 53}  # a stem, the blocks' and the shortcuts'
+    assert len(statistics) == 2 * len(counters) == 2 * norms[model["name"]]
     for key in counters:
         assert ours[key].dtype == torch.int64
         assert int(ours[key]) == len(prepared.sites.parts[0].split(plain.PLAN["batch"])), "the batches of a client"

@@ -31,7 +31,7 @@ from fedstill.watch import Unwatched
 from fedstill.wire.screen import Rules
 from run_bits import assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 ON = {"secure_sum": True}
 NAMES = [n for n in registry.names("method") if not n.startswith("toy_")]

@@ -21,7 +21,7 @@ from fedstill.experiment.running.runner import resume, run
 from flowers import needs_flower
 from run_bits import StopAfter, assert_same_bits, bits, stopped
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 METHODS: dict[str, dict[str, Any]] = {
     "replay": {"name": "replay", "size": 8, "beta": 0.5, "nearest_mean": True},

@@ -11,8 +11,6 @@ from double import NEAR
 from fedstill import registry
 from fedstill.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("threads")
-
 CIFAR, GREY28, DIGITS = (3, 32, 32), (1, 28, 28), (1, 8, 8)
 
 # papers.md 8 and 13.15

@@ -23,7 +23,7 @@ from fedstill.records import ModelSpec, Plan
 from kinds import small_data
 from run_bits import StopAfter, assert_same_bits, bits
 
-pytestmark = pytest.mark.usefixtures("threads")
+pytestmark = pytest.mark.usefixtures("with_threads")
 
 HERE = "test_wrapped"
 

@@ -44,7 +44,7 @@ def sealed_examples(prepared: Prepared) -> dict[str, Any]:
     if prepared.settings.on_sites or data.before is not None:
         return {}
     splits = {"train": data.train, "test": data.test, "public": prepared.sites.public}
-    return {"examples": {name: examples_digest(each) for name, each in splits.items() if each is not None}}
+    return {"examples_sha256": {name: examples_digest(each) for name, each in splits.items() if each is not None}}
 
 
 def _standardised(by: Standard) -> dict[str, Any]:

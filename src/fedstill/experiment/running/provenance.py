@@ -32,7 +32,7 @@ SAME = {
     "classes": "the classes",
     "test_counts": "the labels of the test set",
     "inputs": "the inputs' mean or spread",
-    "examples": "the examples themselves",
+    "examples_sha256": "the examples themselves",
 }
 """What of the event ``start`` tells whether the data are the same, and what it is called."""
 
@@ -119,7 +119,7 @@ def check_data(settings: Settings, start: Mapping[str, Any], told: Mapping[str, 
     for key, what in SAME.items() if not settings.on_sites else ():
         if key in start and not _alike(start[key], now.get(key)):
             text = f"data {settings.data.name!r}: {what} differ from those that the run was started with"
-            text += PILLOW if key == "examples" and "kind" not in now["inputs"] else ""
+            text += PILLOW if key == "examples_sha256" and "kind" not in now["inputs"] else ""
             text += "; put the data back as they were to resume, or begin anew"
             raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
 
