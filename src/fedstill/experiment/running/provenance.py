@@ -36,6 +36,9 @@ SAME = {
 }
 """What of the event ``start`` tells whether the data are the same, and what it is called."""
 
+FAMILY = {"cpu family": "family", "model": "model"}
+"""What Linux calls the numbers of a processor's generation, and what they are called here."""
+
 PILLOW = " (another version of Pillow may decode pictures otherwise)"
 
 
@@ -49,15 +52,19 @@ def software() -> dict[str, str]:
     }
 
 
-def processor() -> str:
-    """The processor's name, and the vector instructions that torch takes of it: many machines hide the model."""
+def processor(described: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, its family and model, and the vector instructions that torch takes of it.
+
+    ``described``: where Linux describes it. The name alone does not tell: two generations of one maker can share it.
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = described.read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(named, "") or platform.processor() or platform.machine()
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    name = told.get("model name") or platform.processor() or platform.machine()
+    generation = [f"{word} {told[key]}" for key, word in FAMILY.items() if key in told]
+    return f"{name} ({', '.join([*generation, torch.backends.cpu.get_cpu_capability()])})"
 
 
 def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
