@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class Faults(Quiet):
     """Counts calls by kind, and kills this process at one of them."""
 
     def __init__(self, fault: Any) -> None:
-        self.fault, self.counts = fault, dict.fromkeys(KINDS, 0)
+        self.fault, self.counts, self.counting = fault, dict.fromkeys(KINDS, 0), Lock()  # fsyncs come from threads
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.around(name, getattr(os, name)))
         Census.end = self.around("census", Census.end)  # type: ignore[method-assign]
@@ -93,7 +94,8 @@ class Faults(Quiet):
         return call
 
     def due(self, kind: str) -> str:
-        nth, self.counts[kind] = self.counts[kind], self.counts[kind] + 1
+        with self.counting:
+            nth, self.counts[kind] = self.counts[kind], self.counts[kind] + 1
         hit = self.fault is not None and (kind, nth) == tuple(self.fault[:2])
         return self.fault[2] if hit else ""
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
 from fedstill.experiment.run_directory.journal import Journal
 from fedstill.experiment.running.runner import resume, run
-from fedstill.files import digest, make_folder, sweep, write_whole
+from fedstill.files import TOGETHER, digest, make_folder, sweep, write_together, write_whole
 from fedstill.records import Payload, State
 from fedstill.wire.codec import encode
 from run_bits import assert_same_bits, bits
@@ -36,12 +39,13 @@ class Crash(BaseException):
 @contextmanager
 def failing_at(k: int, error: Callable[[], BaseException], when: str, forever: bool = False) -> Iterator[list[int]]:
     """Fail at the k-th fsync, rename or delete: before it, after it, or with the file torn in half before its fsync."""
-    count = [0]
+    count, counting = [0], Lock()  # fsyncs come from several threads
     real = {name: getattr(os, name) for name in CALLS}
 
     def wrapped(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            now, count[0] = count[0], count[0] + 1
+            with counting:
+                now, count[0] = count[0], count[0] + 1
             hit = now == k or (forever and now > k)
             if hit and when == "torn" and name == "fsync":
                 status = os.fstat(args[0])
@@ -80,6 +84,41 @@ def round_of(folder: Path) -> int:
     assert encode(Payload(got.extra, params=got.params)) == encode(Payload(want.extra, params=want.params))
     assert restored.journal == (restored.state.round, "")
     return restored.state.round
+
+
+def test_a_loss_of_power_may_take_any_of_the_new_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpoints, "prune", lambda self, state: [])  # it begins where all names are durable
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, rounds in ((old, 2), (new, 3)):
+        for round in range(1, rounds + 1):
+            save(folder, round)
+    there = {p.relative_to(folder): p.read_bytes() for folder in (old, new) for p in folder.rglob("*") if p.is_file()}
+    named = [path for path, data in there.items() if not (old / path).exists() or (old / path).read_bytes() != data]
+    assert {path.name for path in named} > {"0000003-0000000.json", "LATEST"}
+    for count in range(len(named) + 1):
+        for lost in combinations(named, count):
+            folder = tmp_path / str(len(list(tmp_path.iterdir())))
+            shutil.copytree(old, folder)
+            for path in set(named) - set(lost):
+                (folder / path).write_bytes(there[path])
+            assert round_of(folder) == (2 if lost else 3)
+            save(folder, 3)
+            assert round_of(folder) == 3
+
+
+def test_more_files_than_wait_side_by_side_and_groups_that_are_alike(tmp_path: Path) -> None:
+    files = {tmp_path / f"{i % 3}" / f"{i}": b"%d" % i for i in range(2 * TOGETHER + 1)}
+    for folder in {path.parent for path in files}:
+        make_folder(folder)
+    write_together(files.items())
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == files
+    same = torch.arange(4.0)
+    state = State({"w": same}, Payload(a={"w": same}, b={"w": same}), 1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CONFIG)
+    checkpoints.save(state, {}, (0, ""))
+    restored = checkpoints.latest()
+    assert restored is not None
+    assert set(restored.state.extra) == {"a", "b"}
 
 
 @pytest.mark.parametrize("when", ["before", "after", "torn"])

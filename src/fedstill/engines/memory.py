@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstill.errors import BadPayload, CorruptFile
-from fedstill.files import digest, make_folder, remove, write_whole
+from fedstill.files import digest, make_folder, remove, write_together
 from fedstill.records import KEEP, NOTHING, Payload, Stage
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 
@@ -60,7 +60,13 @@ class Memory:
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage, and drop what the others do."""
         for client in clients:
-            self._keep(stage, client, self._held.get(client, NOTHING))
+            self.index.pop(client, None)
+            self._kept.pop(client, None)
+        kept = {c: memory for c in clients if (memory := self._held.get(c, NOTHING))}
+        if self.folder is None:
+            self._kept.update(kept)
+        elif kept:
+            self._write(self.folder, stage, kept)
         self._held.clear()
 
     def prune(self, named: Collection[str]) -> None:
@@ -70,14 +76,15 @@ class Memory:
                 if path.name not in named:
                     remove(path)
 
-    def _keep(self, stage: Stage, client: int, memory: Payload) -> None:
-        if not memory:
-            self.index.pop(client, None)
-            self._kept.pop(client, None)
-        elif self.folder is None:
-            self._kept[client] = memory
-        else:
-            make_folder(self.folder)
-            name, data = f"client{client}-round{stage.round}-stage{stage.index}.safetensors", encode(memory)
-            write_whole(self.folder / name, data)
-            self.index[client] = (name, digest(data))
+    def _write(self, folder: Path, stage: Stage, kept: Mapping[int, Payload]) -> None:
+        make_folder(folder)
+        index: dict[int, tuple[str, str]] = {}
+
+        def files() -> Iterator[tuple[Path, bytes]]:
+            for client, memory in kept.items():
+                data = encode(memory)
+                index[client] = (f"client{client}-round{stage.round}-stage{stage.index}.safetensors", digest(data))
+                yield folder / index[client][0], data
+
+        write_together(files())
+        self.index.update(index)

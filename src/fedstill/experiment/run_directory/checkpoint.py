@@ -2,7 +2,7 @@
 
 ``checkpoints/objects/`` holds one file for each group of the state, named by its SHA-256, so that what has not changed
 is not written again. A checkpoint is a manifest that names objects and memory files; ``LATEST`` names the newest one.
-Objects are durable before the manifest is, and the manifest before ``LATEST`` points to it; old files go last.
+All of them are durable before the manifest and ``LATEST`` have their names; old files go last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from fedstill.errors import BadPayload, CorruptFile
 from fedstill.experiment.run_directory.journal import Mark
-from fedstill.files import digest, make_folder, remove, write_whole
+from fedstill.files import digest, make_folder, remove, write_together
 from fedstill.model_spec import as_pairs
 from fedstill.records import ModelSpec, Payload, State
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
@@ -59,23 +59,9 @@ class Checkpoints:
     def save(self, state: State, memory: dict[int, tuple[str, str]], journal: Mark) -> list[str]:
         """Write a checkpoint; the names of all memory files that a kept checkpoint still needs."""
         make_folder(self.objects)
-        groups = {
-            "params": Payload(params=state.params),
-            **{f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra},
-        }
-        manifest = {
-            "round": state.round,
-            "stage": state.stage,
-            "model": asdict(state.model) if state.model else None,
-            "groups": {name: self._object(payload) for name, payload in groups.items()},
-            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
-            "journal": journal,
-            "config": self.config,
-        }
-        body = json.dumps(manifest).encode()
-        name = _name(state.round, state.stage)
-        write_whole(self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode())
-        write_whole(self.folder / "LATEST", name.encode())
+        groups: dict[str, str] = {}
+        write_together(self._files(state, memory, journal, groups))
+        self._sound.update(groups.values())
         return self.prune(state)
 
     def latest(self) -> Restored | None:
@@ -112,14 +98,37 @@ class Checkpoints:
             return names
         return [n for n in names if n <= newest] or names
 
-    def _object(self, payload: Payload) -> str:
-        data = encode(payload)
-        name = digest(data)
-        path = self.objects / f"{name}.safetensors"
-        if name not in self._sound or not path.exists():
-            write_whole(path, data)
-            self._sound.add(name)
-        return name
+    def _files(
+        self, state: State, memory: dict[int, tuple[str, str]], journal: Mark, groups: dict[str, str]
+    ) -> Iterator[tuple[Path, bytes]]:
+        """What a checkpoint writes: objects that are not there yet, the manifest that names them, ``LATEST``.
+
+        ``groups`` takes up the name of each group's object.
+        """
+        extra = {f"extra {k}": Payload({k: state.extra[k]}) for k in state.extra}
+        for group, payload in {"params": Payload(params=state.params), **extra}.items():
+            data = encode(payload)
+            name = digest(data)
+            path, again = self._at(name), name in groups.values()
+            groups[group] = name
+            if not again and (name not in self._sound or not path.exists()):
+                yield path, data
+        manifest = {
+            "round": state.round,
+            "stage": state.stage,
+            "model": asdict(state.model) if state.model else None,
+            "groups": groups,
+            "memory": {str(c): list(memory[c]) for c in sorted(memory)},
+            "journal": journal,
+            "config": self.config,
+        }
+        body = json.dumps(manifest).encode()
+        name = _name(state.round, state.stage)
+        yield self.folder / name, json.dumps({"sha256": digest(body), "manifest": manifest}).encode()
+        yield self.folder / "LATEST", name.encode()
+
+    def _at(self, name: str) -> Path:
+        return self.objects / f"{name}.safetensors"
 
     def _load(self, name: str) -> Restored:
         manifest = self._manifest(name)
@@ -163,7 +172,7 @@ class Checkpoints:
         return manifest
 
     def _group(self, sha: str) -> Payload:
-        path = self.objects / f"{sha}.safetensors"
+        path = self._at(sha)
         data = _read_whole(path, sha)
         self._sound.add(sha)
         try:
