@@ -9,9 +9,10 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePath
-from typing import BinaryIO, TypeVar
+from typing import IO, TypeVar
 
 from fedstill.errors import DiskFull
 
@@ -56,18 +57,19 @@ def write_together(files: Iterable[tuple[Path, bytes]], mode: int = 0o666) -> No
 def _write_aside(files: Iterable[tuple[Path, bytes]], mode: int, asides: dict[Path, Path]) -> None:
     """Make contents durable under other names, which ``asides`` takes up."""
     with contextlib.ExitStack() as until_synced:
-        written: list[tuple[Path, BinaryIO]] = []
+        written: list[tuple[Path, IO[bytes]]] = []
         for path, data in files:
             asides[path] = aside = path.with_name(f".{path.name}.{os.getpid()}{_PART}")
             with _named(path):
-                file = until_synced.enter_context(open(aside, "wb", opener=lambda *at: os.open(*at, mode)))
-                file.write(data)
-                file.flush()
+                file = until_synced.enter_context(open(aside, "wb", 0, opener=partial(os.open, mode=mode)))
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[file.write(rest) :]
             written.append((path, file))
         _side_by_side(_sync, written)
 
 
-def _sync(written: tuple[Path, BinaryIO]) -> None:
+def _sync(written: tuple[Path, IO[bytes]]) -> None:
     path, file = written
     with _named(path):
         os.fsync(file.fileno())

@@ -197,6 +197,14 @@ def at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_files_that_find_no_room_leave_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "second").write_bytes(b"old")
+    files = {tmp_path / "first": b"x" * 50, tmp_path / "second": b"y" * 150, tmp_path / "third": b"z"}
+    with at_most(100), pytest.raises(DiskFull, match=r"no room to write .*second: .*; free some space"):
+        write_together(files.items())
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"second": b"old"}
+
+
 def test_a_journal_that_finds_no_room_says_so_and_can_go_on_later(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path)
