@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePath
-from typing import IO, TypeVar
+from typing import IO
 
 from fedstill.errors import DiskFull
 
@@ -21,8 +21,6 @@ _PART = ".part"
 
 TOGETHER = 32
 """How many files wait for the disk side by side, each open and in a thread of its own."""
-
-T = TypeVar("T")
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
@@ -33,20 +31,23 @@ def write_whole(path: Path, data: bytes, mode: int = 0o666) -> None:
     write_together([(path, data)], mode)
 
 
-def write_together(files: Iterable[tuple[Path, bytes]], mode: int = 0o666) -> None:
+def write_together(
+    files: Iterable[tuple[Path, bytes]], mode: int = 0o666, beside: Callable[[], object] | None = None
+) -> None:
     """Write several files as ``write_whole`` does each, waiting for the disk side by side: about as long as for one.
 
-    All contents are durable before the first file has its name; names are given in this order. A loss of power may
-    leave any of the new names out. Raises DiskFull for the first that cannot be written.
+    All contents are durable before the first file has its name, and ``beside``, another wait, is over. Names are given
+    in this order; a loss of power may leave any of them out. Raises DiskFull for the first that cannot be written.
     """
-    coming, asides = iter(files), dict[Path, Path]()
+    coming, asides, waits = iter(files), dict[Path, Path](), [beside] if beside else []
     try:
         for first in coming:
-            _write_aside(chain([first], islice(coming, TOGETHER - 1)), mode, asides)
+            _write_aside(chain([first], islice(coming, TOGETHER - 1)), mode, asides, waits)
+            waits = []
         for path, aside in asides.items():
             with _named(path):
                 aside.replace(path)
-        _side_by_side(_sync_name, list({path.parent: path for path in asides}.values()))
+        _side_by_side([partial(_sync_name, path) for path in {path.parent: path for path in asides}.values()])
     except DiskFull:
         for aside in asides.values():
             with contextlib.suppress(OSError):  # the first error is the one to report
@@ -54,7 +55,9 @@ def write_together(files: Iterable[tuple[Path, bytes]], mode: int = 0o666) -> No
         raise
 
 
-def _write_aside(files: Iterable[tuple[Path, bytes]], mode: int, asides: dict[Path, Path]) -> None:
+def _write_aside(
+    files: Iterable[tuple[Path, bytes]], mode: int, asides: dict[Path, Path], waits: Sequence[Callable[[], object]]
+) -> None:
     """Make contents durable under other names, which ``asides`` takes up."""
     with contextlib.ExitStack() as until_synced:
         written: list[tuple[Path, IO[bytes]]] = []
@@ -66,11 +69,10 @@ def _write_aside(files: Iterable[tuple[Path, bytes]], mode: int, asides: dict[Pa
                 while rest:
                     rest = rest[file.write(rest) :]
             written.append((path, file))
-        _side_by_side(_sync, written)
+        _side_by_side([*waits, *(partial(_sync, path, file) for path, file in written)])
 
 
-def _sync(written: tuple[Path, IO[bytes]]) -> None:
-    path, file = written
+def _sync(path: Path, file: IO[bytes]) -> None:
     with _named(path):
         os.fsync(file.fileno())
 
@@ -80,14 +82,14 @@ def _sync_name(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def _side_by_side(wait: Callable[[T], None], on: Sequence[T]) -> None:
-    """Wait for each in a thread of its own; the first error on the list counts."""
-    if len(on) < 2:
-        for one in on:
-            wait(one)
+def _side_by_side(waits: Sequence[Callable[[], object]]) -> None:
+    """Wait in a thread for each; the first error on the list counts."""
+    if len(waits) < 2:
+        for wait in waits:
+            wait()
         return
-    with ThreadPoolExecutor(min(len(on), TOGETHER), "disk") as pool:
-        for waited in [pool.submit(wait, one) for one in on]:
+    with ThreadPoolExecutor(min(len(waits), TOGETHER), "disk") as pool:
+        for waited in [pool.submit(wait) for wait in waits]:
             waited.result()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,11 +56,20 @@ class Checkpoints:
         """Where groups of states are."""
         return self.folder / "objects"
 
-    def save(self, state: State, memory: dict[int, tuple[str, str]], journal: Mark) -> list[str]:
-        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs."""
+    def save(
+        self,
+        state: State,
+        memory: dict[int, tuple[str, str]],
+        journal: Mark,
+        beside: Callable[[], object] | None = None,
+    ) -> list[str]:
+        """Write a checkpoint; the names of all memory files that a kept checkpoint still needs.
+
+        ``beside``: what else must be durable before it is, waited for at the same time.
+        """
         make_folder(self.objects)
         groups: dict[str, str] = {}
-        write_together(self._files(state, memory, journal, groups))
+        write_together(self._files(state, memory, journal, groups), beside=beside)
         self._sound.update(groups.values())
         return self.prune(state)
 

@@ -70,6 +70,10 @@ class Journal:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise as_named(error, self.path) from error
+        return self.mark()
+
+    def mark(self) -> Mark:
+        """Where it ends now; what is before need not be durable yet."""
         return self._file.tell(), self._sum.hexdigest()
 
     def cut(self, mark: Mark) -> None:

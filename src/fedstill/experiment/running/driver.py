@@ -226,7 +226,8 @@ class Driver:
         return Happened(stage, replies, downs, self.before or state, state, ends_round, ends_run)
 
     def _save(self, state: State) -> None:
-        self.engine.memory.prune(self.checkpoints.save(state, dict(self.engine.memory.index), self.journal.sync()))
+        memory, journal = self.engine.memory, self.journal
+        memory.prune(self.checkpoints.save(state, dict(memory.index), journal.mark(), beside=journal.sync))
 
     def _predictors(self, state: State) -> dict[str, Callable[[Tensor], Tensor]]:
         torch.set_num_threads(self.settings.threads[1])
