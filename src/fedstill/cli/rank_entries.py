@@ -12,6 +12,8 @@ from fedstill.cli.app import Flag, Grid, Jobs, Quiet, say
 from fedstill.cli.rank import RUNS, doing, rank, suites_of
 
 Suites = Annotated[tuple[Path, ...], Parameter(consume_multiple=False)]
+MOST_DRAWS = 10_000
+"""A number below this is easily typed again, and too many to try an entry against each."""
 Times = Annotated[int, Parameter(validator=validators.Number(gte=0, lte=1000))]
 
 
@@ -20,6 +22,7 @@ def rank_check(
     *entries: Path,
     replay: Times = 0,
     rounds: Times = 0,
+    draw: Annotated[int | None, Parameter(validator=validators.Number(gte=0))] = None,
     note: Path | None = None,
     suite: Suites = (),
     jobs: Jobs = None,
@@ -32,13 +35,17 @@ def rank_check(
 
     Args:
         entries: Folders of entries, or folders or packs with entries below them.
-        replay: Do so many of each entry's runs again, drawn by its own bytes, and say how near they come.
+        replay: Do so many of each entry's runs again, and say how near they come.
         rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are done.
+        draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes an entry knows; it
+            is printed, and draws the same runs again.
         note: Write the level that a replay reached to replayed.csv in this folder, which rank page reads.
         suite: The file of a suite of yours, of which entries are. May be repeated.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
+    import secrets
+
     from fedstill.errors import ConfigError
     from fedstill.experiment.ranking.entries import entries_below
     from fedstill.experiment.ranking.suites import own_suite
@@ -51,8 +58,9 @@ def rank_check(
         raise ConfigError(
             "rank check: name at least one folder of an entry, e.g. runs/rank/entries/digits-space/fedgap"
         )
+    number = secrets.randbelow(MOST_DRAWS) if draw is None else draw
     with doing(None, jobs, quiet) as do:
-        return max(say_all(check_one(place, do, replay, rounds, note)) for place in places)
+        return max(say_all(check_one(place, do, replay, rounds, note, number)) for place in places)
 
 
 def say_all(lines: Iterator[tuple[str, bool]]) -> int:

@@ -8,16 +8,19 @@ from pathlib import Path
 from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.carried_out import Do
 from fedstill.experiment.ranking.checking import Finding, checked_entry, suite_of
-from fedstill.experiment.ranking.entries import read_entry
+from fedstill.experiment.ranking.entries import read_entry, run_place
 from fedstill.experiment.ranking.replaying import drawn_places, reached, replayed
 from fedstill.experiment.running.provenance import processor
 from fedstill.report.ranked import note_level
 
 
 def check_one(
-    place: Path, do: Do, replay: int = 0, rounds: int = 0, note: Path | None = None
+    place: Path, do: Do, replay: int = 0, rounds: int = 0, note: Path | None = None, number: int = 0
 ) -> Iterator[tuple[str, bool]]:
-    """(what to print, whether it is good) for all that was checked of one entry; ``replay``: runs done again."""
+    """(what to print, whether it is good) for all that was checked of one entry.
+
+    ``replay``: so many runs are done again, drawn by a ``number``.
+    """
     yield f"{place}", True
     try:
         entry = read_entry(place)
@@ -36,8 +39,9 @@ def check_one(
         return
     if entry.file:
         yield f"  executing {entry.folder / entry.file}, which came with the entry", True
-    done = []
-    for one in replayed(entry, drawn_places(entry, suite_of(entry), replay), do, rounds):
+    done, drawn = [], drawn_places(entry, suite_of(entry), replay, number)
+    yield f"  runs drawn with --draw {number}: {', '.join(run_place(*one) for one in drawn)}", True
+    for one in replayed(entry, drawn, do, rounds):
         done.append(one)
         yield f"  {one.level:9} {one.place}{f': {one.beyond}' if one.beyond else ''}", one.level != "disagrees"
     level = reached(done)

@@ -5,40 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tomli_w
 
 import tiny_ranking
-from fedstill.errors import CorruptFile
 from fedstill.experiment.ranking.checking import checked_entry
-from fedstill.experiment.ranking.entries import LARGEST, Entered, read_entry
-from fedstill.experiment.ranking.replaying import _size, compared, drawn_places, reached, replayed
+from fedstill.experiment.ranking.entries import LARGEST, Entered
+from fedstill.experiment.ranking.nearness import compared
+from fedstill.experiment.ranking.replaying import _size, drawn_places, reached, replayed
 from fedstill.experiment.ranking.suites import Suite, load_suite
 from fedstill.files import digest
+from forged_entries import refusals, told
 
 RUN = "uneven/seed3"
-
-
-def refusals(folder: Path) -> list[str]:
-    """What is wrong with an entry, a line each."""
-    try:
-        entry = read_entry(folder)
-    except CorruptFile as error:
-        return [str(error)]
-    return [f"{line.what}: {line.wrong}" for line in checked_entry(entry) if not line.good]
-
-
-def told(entry: Entered, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what entry.toml says."""
-    path = entry.folder / "entry.toml"
-    tree = tomllib.loads(path.read_text())
-    change(tree)
-    path.write_text(tomli_w.dumps(tree))
 
 
 def rewritten(entry: Entered, name: str, old: str, new: str, sealed: bool = True) -> None:

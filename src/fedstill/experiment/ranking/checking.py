@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedstill.data.examples import Dataset
 from fedstill.errors import ConfigError, CorruptFile, DataAbsent, FedstillError
-from fedstill.experiment.config.earlier import as_it_began
-from fedstill.experiment.config.experiment import from_tree
-from fedstill.experiment.config.named_tables import fields_of
-from fedstill.experiment.config.overrides import flat
-from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import read_data
 from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, portable, rounds_of, run_place
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, places_of, rounds_of
+from fedstill.experiment.ranking.same_settings import other_settings, settings_of
 from fedstill.experiment.ranking.scoring import events_of
-from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
+from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, Suite, load_suite
+from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest
 from fedstill.registry import names
+
+NOT_FINITE = re.compile(rb"[:,\[]\s*(-?Infinity|NaN)\b")
+"""A number in a line of JSON that no journal holds."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[Entered, Suite], str]]] = [
         ("seeds and columns are complete", _incomplete),
         ("files are those of entry.toml", _other_files),
-        ("settings are the suite's", _other_settings),
+        ("settings are the suite's", other_settings),
         ("journals are whole and do not contradict themselves", _broken_journals),
         ("summaries follow from the journals", _other_summaries),
         ("the fields follow from the tries", _other_choice),
@@ -95,7 +93,7 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
     for what, check in checks:
         line = _line(what, entry, suite, check)
         yield line
-        if not line.good and check in (_incomplete, _other_files, _broken_journals):
+        if not line.good and check in (_incomplete, _other_files, other_settings, _broken_journals):
             return
     if draws:
         yield _line("splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws)
@@ -112,12 +110,8 @@ def _line(what: str, entry: Entered, suite: Suite, check: Callable[[Entered, Sui
         return Finding(what, f"a file cannot be read: {type(error).__name__}: {error}")
 
 
-def _places(entry: Entered, suite: Suite) -> list[str]:
-    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
-
-
 def _incomplete(entry: Entered, suite: Suite) -> str:
-    places = _places(entry, suite)
+    places = places_of(entry, suite)
     needed = {f"{place}/{name}" for place in places for name in RUN_FILES}
     needed -= {f"{place}/summary.json" for place in entry.diverged}
     needed |= {entry.file} if entry.file else set()
@@ -137,65 +131,34 @@ def _other_files(entry: Entered, suite: Suite) -> str:
     return f"{other[0]} is not the file that was entered: its SHA-256 is another" if other else ""
 
 
-def _other_settings(entry: Entered, suite: Suite) -> str:
-    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
-        place = run_place(run.label.rpartition(" | ")[2], run.seed)
-        told, suites = (entry.folder / place / "config.toml").read_text(), portable(run.settings.toml)
-        if told == suites:
-            continue
-        has, wants = (flat(_comparable(entry, tomllib.loads(text))) for text in (told, suites))
-        has = {**_came_later(entry, has.keys()), **has}
-        if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
-            first = other[0]
-            return f"{place}/config.toml has {first} = {has.get(first)!r}, and the suite {wants.get(first)!r}"
-    return ""
-
-
-def _came_later(entry: Entered, told: Collection[str]) -> dict[str, Any]:
-    """Fields of the method that came after an entry was made, so that its config lacks them: their defaults."""
-    fields = {} if entry.file else fields_of("method", entry.method, None)[1]
-    given = {f"method.{name}": default for name, (_, default) in fields.items() if default is not ...}
-    return {key: json.loads(json.dumps(value)) for key, value in given.items() if key not in told and value is not None}
-
-
-def _cells(entry: Entered, suite: Suite) -> tuple[list[tuple[str, str]], tuple[int, ...]]:
-    return [(entry.row, column) for column in suite.columns(entry.row)], TEST_SEEDS
-
-
-def _fields(entry: Entered) -> dict[str, Any]:
-    """What was chosen; of a method of its own file without the method's fields, which only its file can check."""
-    return {k: v for k, v in entry.fields.items() if not (entry.file and k.startswith("method."))}
-
-
-def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without its engine, whose bits are one; of a method of its own file also without its name and fields."""
-    whole = json.loads(json.dumps({k: v for k, v in tree.items() if k != "engine"}))
-    if not entry.file:
-        return dict(whole)
-    stages = {json.dumps(plan, sort_keys=True) for plan in whole.pop("plan", {}).values()}
-    return {**{k: v for k, v in whole.items() if k != "method"}, "plan": {"every": sorted(stages)}}
-
-
 def _broken_journals(entry: Entered, suite: Suite) -> str:
-    for place in _places(entry, suite):
+    for place in places_of(entry, suite):
         path = entry.folder / place / "journal.jsonl"
         events, asked = events_of(path), rounds_of(entry.folder / place)
         if not path.read_bytes().endswith(b"\n") or not events or events[0]["event"] != "start":
             return f"{place}/journal.jsonl does not begin with its start, or ends in the middle of a line"
+        if NOT_FINITE.search(path.read_bytes()):
+            return f"{place}/journal.jsonl holds a number that is not finite"
         if events[0]["split"]["sha256"] != digest((entry.folder / place / SPLIT).read_bytes()):
             return f"{place}/{SPLIT} is not the split that the journal names"
         numbers = [e["round"] for e in events if e["event"] == "round"]
-        whole = numbers == list(range(1, asked + 1))
-        short = place in entry.diverged and numbers == list(range(1, len(numbers) + 1))
-        if not (whole or short):
+        if numbers != list(range(1, len(numbers) + 1)) or (len(numbers) != asked and place not in entry.diverged):
             return f"{place}/journal.jsonl has not the rounds 1 to {asked}, each once"
+        if place in entry.diverged and not _diverges(events, len(numbers), asked):
+            return f"{place}/journal.jsonl does not end in a round that diverged"
         if why := contradiction(events):
             return f"{place}/journal.jsonl, {why}"
     return ""
 
 
+def _diverges(events: Sequence[Event], done: int, asked: int) -> bool:
+    """Whether a journal ends in what clients did in a round that was not completed."""
+    last = [e for e in events if e["event"] == "client"][-1:]
+    return done < asked and bool(last) and last[0]["round"] == done + 1
+
+
 def _other_summaries(entry: Entered, suite: Suite) -> str:
-    for place in (p for p in _places(entry, suite) if p not in entry.diverged):
+    for place in (p for p in places_of(entry, suite) if p not in entry.diverged):
         summary = json.loads((entry.folder / place / "summary.json").read_text())
         for key, value in following(events_of(entry.folder / place / "journal.jsonl")).items():
             if not same_number(summary.get(key), value):
@@ -206,6 +169,11 @@ def _other_summaries(entry: Entered, suite: Suite) -> str:
 def _other_choice(entry: Entered, suite: Suite) -> str:
     if entry.choice is None:
         return f"{entry.row} has no scores of its tries" if entry.row in suite.tries else ""
+    scores = [score for own in entry.choice.scores for score in own]
+    if {len(own) for own in entry.choice.scores} != {len(CHOOSING_SEEDS)} or not all(0 <= s <= 1 for s in scores):
+        return f"its tries need {len(CHOOSING_SEEDS)} scores each, one a seed of choosing, from 0 to 1"
+    if min(entry.choice.sent) < 0:
+        return "a try sent fewer bytes than none"
     tries = suite.tries_of(entry.row) if entry.row in suite.tries else ()
     if [dict(t) for t in tries] != [dict(t) for t in entry.tries]:
         return f"its tries are not those of {suite.name}"
@@ -218,18 +186,10 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
 
 def _other_draws(entry: Entered, suite: Suite) -> str:
     data: dict[str, Dataset] = {}
-    for place in _places(entry, suite):
-        settings, events = _settings(entry, place), events_of(entry.folder / place / "journal.jsonl")
+    for place in places_of(entry, suite):
+        settings, events = settings_of(entry, place), events_of(entry.folder / place / "journal.jsonl")
         name = settings.data.name
         data |= {} if name in data else {name: read_data(settings)}
-        if why := other_draws(settings, events, data[name]):
+        if why := other_draws(settings, events, data[name], bool(entry.file)):
             return f"{place}: {why}"
     return ""
-
-
-def _settings(entry: Entered, place: str) -> Settings:
-    """A run's settings; a method of its own file is FedAvg here, which draws the same and executes nothing of it."""
-    tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
-    if entry.file:
-        tree = {**tree, "method": {"name": "fedavg"}, "plan": {}}
-    return settle(from_tree(tree, {}, None), here=False)

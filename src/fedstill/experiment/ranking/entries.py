@@ -13,6 +13,7 @@ An entry from elsewhere is data: it is read with limits, and nothing in it is ex
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ import tomli_w
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.ranking.carried_out import Ended
 from fedstill.experiment.ranking.choices import Choice, read_choice
-from fedstill.experiment.ranking.suites import Suite, Try
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.journal import without_times
 from fedstill.experiment.run_directory.split_file import SPLIT
@@ -40,6 +41,9 @@ LARGEST = 32 << 20
 
 MOST_FILES = 1000
 """How many files an entry may hold."""
+
+STRANGE = re.compile(r"[<>|`\\\x00-\x1f\x7f]")
+"""Signs that mean something in a table or a page, in names that are shown there."""
 
 CPU = "seconds_cpu"
 """The one time that an entry keeps: what the processor spent."""
@@ -97,6 +101,11 @@ class Entered:
 def run_place(column: str, seed: int) -> str:
     """Where in an entry a run of a column and a seed is."""
     return f"{slug(column)}/seed{seed}"
+
+
+def places_of(entry: Entered, suite: Suite) -> list[str]:
+    """Where in an entry the runs of all its columns and seeds are."""
+    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
 
 
 def rounds_of(folder: Path) -> int:
@@ -199,6 +208,8 @@ def read_entry(folder: Path) -> Entered:
         if (own := str(tree.get("file", ""))) and not (own.endswith(".py") and (place / Path(own).name).is_file()):
             raise ValueError(f"its file {own!r} is not in it")
         words = {key: _of(tree, key, str) for key in ("suite", "row", "method")}
+        if strange := [v for v in (*words.values(), *tree["made"].values()) if STRANGE.search(str(v))]:
+            raise ValueError(f"{strange[0]!r} holds a sign that no table can show")
         tables = {key: _of(tree, key, dict) for key in ("fields", "made", "digests")}
         return Entered(
             place,

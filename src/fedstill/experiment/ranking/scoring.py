@@ -119,7 +119,7 @@ def matrix_of(events: Sequence[Event], asked: int) -> Values:
     Columns are classes, or tasks that are domains, or clients that asked.
     """
     rounds = [e for e in events if e["event"] == "round"]
-    if rounds and rounds[-1].get("answers"):
+    if rounds and "queries" in events[0]:
         answers = rounds[-1]["answers"]
         return np.array([[_number(a[key]) for a in answers] for key in ("average_accuracy_before", "average_accuracy")])
     ends = [e for e in events if e["event"] == "task" and e["task"]]

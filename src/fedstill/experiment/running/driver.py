@@ -95,8 +95,7 @@ class Driver:
         summed = self._sums()
         with part(self.method, "setup", "before round 1"):
             state = self.before = returned(self.method.setup(self.world), State, self.method.setup, "a State")
-        split = self.measuring.dealt_out
-        told = self._told() | ({"split": write_split(self.folder, split)} if split else {})
+        told = self._told() | ({"split": write_split(self.folder, s)} if (s := self.measuring.dealt_out) else {})
         self.journal.write("start", seconds_since_1970=time.time(), **told)
         self.journal.write("initial", **self.measuring.initial(asked := self._predictors(state)))
         self._task_end(0, asked)

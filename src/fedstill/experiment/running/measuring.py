@@ -34,6 +34,9 @@ from fedstill.wire.screen import Refusal
 Accuracies = Sequence[Any]
 """One number in [0, 1] for each class, None for a class without test examples."""
 
+TIMES = ("seconds_training", "seconds_saving", "seconds_clients")
+"""Fields of a round's event that no measure may have."""
+
 
 @dataclass
 class Measuring:
@@ -138,9 +141,28 @@ class Measuring:
     ) -> dict[str, Any]:
         """The event of a finished round, given the seconds that its stages took and that checkpoints took."""
         began = time.perf_counter()
-        replies, self._replies = self._replies, []
+        clients = sum(e.get("seconds_training", 0.0) for e in self._replies)
         of_tasks = self.tasks.of_round(round, predictors)  # its pass over the test set is the one that is evaluated
         measured = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
+        event = {
+            **self.told(round, measured, {**self.own_tests.round(predictors), **of_tasks}),
+            "seconds_training": training,
+            "seconds_saving": saving,
+            "seconds_clients": clients,
+            "seconds_measuring": time.perf_counter() - began + self.spent,
+        }
+        self.spent, began_cpu, self._cpu = 0.0, self._cpu, time.process_time()
+        event["seconds_cpu"] = self._cpu - began_cpu
+        event["seconds"] = training + saving + event["seconds_measuring"]
+        return event
+
+    def told(self, round: int, measured: Mapping[str, Any], looked: Mapping[str, Any]) -> dict[str, Any]:
+        """The event of a round, without times: what follows from the events of its stages and its accuracies.
+
+        ``measured``: accuracies of the server's models; ``looked``: what else a pass over test sets gave. Ends the
+        round.
+        """
+        replies, self._replies = self._replies, []
         before, classes = self._before, measured["class_accuracy"]
         about = {
             "round": round,
@@ -151,29 +173,21 @@ class Measuring:
         rest = {
             **self.queried.answers(round, replies, measured, self._totals),
             **self.own.round(),
-            **self.own_tests.round(predictors),
-            **of_tasks,
+            **looked,
             "replies": sum("refused" not in e and "idle" not in e for e in replies),
             "refused": sum("refused" in e for e in replies),
             "bytes_up": _sent(replies, "bytes_up"),
             "bytes_down": _sent(replies, "bytes_down"),
             **self._as_weights(replies),
             **self.budget.told(),
-            "seconds_training": training,
-            "seconds_saving": saving,
-            "seconds_clients": sum(e.get("seconds_training", 0.0) for e in replies),
         }
         reports, over_flower = (
             Reports(replies, before, classes, self._totals),
             self.prepared.settings.engine == "flower",
         )
-        summed = summed_by_measures(self.measures, reports, {*about, *rest}, over_flower)
-        event = {**about, **summed, **rest, "seconds_measuring": time.perf_counter() - began + self.spent}
-        self.spent, began_cpu, self._cpu = 0.0, self._cpu, time.process_time()
-        event["seconds_cpu"] = self._cpu - began_cpu
-        event["seconds"] = training + saving + event["seconds_measuring"]
+        summed = summed_by_measures(self.measures, reports, {*about, *rest, *TIMES}, over_flower)
         self._passed(classes)
-        return event
+        return {**about, **summed, **rest}
 
     def _passed(self, classes: Accuracies) -> None:
         best = self._best or classes

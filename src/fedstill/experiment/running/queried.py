@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,11 +24,13 @@ class RunQueries:
     """
 
     prepared: Prepared
+    personal: Collection[str] = ()  # after which stages a client's own model is its answer
     _alone: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     _why: dict[int, Whys] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         settings, world, sites = self.prepared.settings, self.prepared.world, self.prepared.sites
+        self.personal = settings.method.personal
         self._queries = {c: tuple(query) for c, query in world.queries.items()}
         if settings.query.by is not None and sites.parts:
             before = reasons_before(settings, world, sites.all_counts)
@@ -59,12 +61,11 @@ class RunQueries:
         self, round: int, replies: Sequence[Mapping[str, Any]], measured: Mapping[str, Any], totals: Sequence[int]
     ) -> dict[str, Any]:
         """What clients gained and lost by their queries of a round, given its client events; with ``why_asked``."""
-        prepared, sites = self.prepared, self.prepared.sites
+        sites = self.prepared.sites
         if not self._queries or not sites.parts:
             return {}
         counts = {c: sites.counts(c, round).tolist() for c in self._queries}
-        personal = prepared.settings.method.personal
-        told = answers(self._queries, counts, self._alone, replies, measured, totals, personal)
+        told = answers(self._queries, counts, self._alone, replies, measured, totals, self.personal)
         for answer in told["answers"]:
             answer |= {WHY: self._why[answer["client"]]} if answer["client"] in self._why else {}
         return told

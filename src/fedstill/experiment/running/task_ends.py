@@ -85,8 +85,14 @@ class TaskEnds:
         if not predict or self.prepared.sites.common_test is None or (self.at_sites and not self._by_classes):
             where = {"event": "task", "task": task + 1, "round": round}
             return {**where, **said, "seconds": time.perf_counter() - began} if said else None
-        correct = self._correct(predict, task)
+        told = self.told(round, self._correct(predict, task), said)
+        return {**told, "seconds": time.perf_counter() - began}
+
+    def told(self, round: int, correct: Tensor, of_sites: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The event of a task's end, without its time: what follows from right answers by test set and class."""
+        task = self.prepared.world.stream.task(round) if round else -1
         accuracy = correct.double() / self._totals  # a class without test examples: 0 / 0, NaN
+        by_client = {k: v for k, v in (of_sites or {}).items() if k != "row"}
         return {
             "event": "task",
             "task": task + 1,
@@ -94,8 +100,7 @@ class TaskEnds:
             "correct": correct.tolist(),
             "totals": self._totals.tolist(),
             "row": [_number(v) for v in self._row(correct, accuracy)],
-            **(self._by_client(accuracy, task) if not self.at_sites else {k: v for k, v in said.items() if k != "row"}),
-            "seconds": time.perf_counter() - began,
+            **(by_client if self.at_sites else self._by_client(accuracy, task)),
         }
 
     @property

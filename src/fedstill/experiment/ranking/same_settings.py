@@ -1,0 +1,87 @@
+"""Whether the configs of an entry's runs are the suite's, but for what may be chosen."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from fedstill.experiment.config.earlier import as_it_began
+from fedstill.experiment.config.experiment import from_tree
+from fedstill.experiment.config.named_tables import fields_of
+from fedstill.experiment.config.overrides import flat
+from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.ranking.entries import Entered, places_of, portable, run_place
+from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
+from fedstill.files import short_name
+
+
+def other_settings(entry: Entered, suite: Suite) -> str:
+    """The first setting of a run that is not the suite's, nor what was chosen; empty where there is none."""
+    if entry.row not in suite.tries and entry.fields:
+        return f"{entry.row} is a reference, and sets {next(iter(entry.fields))}"
+    if entry.file and (why := _other_method(entry, suite)):
+        return why
+    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
+        place = run_place(run.label.rpartition(" | ")[2], run.seed)
+        told, suites = (entry.folder / place / "config.toml").read_text(), portable(run.settings.toml)
+        if told == suites:
+            continue
+        has, wants = (flat(_comparable(entry, tomllib.loads(text))) for text in (told, suites))
+        has = {**_came_later(entry, has.keys()), **has}
+        if other := sorted(k for k in has.keys() | wants.keys() if has.get(k) != wants.get(k)):
+            first = other[0]
+            return f"{place}/config.toml has {first} = {has.get(first)!r}, and the suite {wants.get(first)!r}"
+    return ""
+
+
+def _other_method(entry: Entered, suite: Suite) -> str:
+    """Of a method of its own file: all runs have that file, what was chosen of it, and the same other fields."""
+    configs = {place: (entry.folder / place / "config.toml").read_text() for place in places_of(entry, suite)}
+    methods = {place: tomllib.loads(config)["method"] for place, config in configs.items()}
+    first = next(iter(methods.values()))
+    chosen = {k.removeprefix("method."): v for k, v in entry.fields.items() if k.startswith("method.")}
+    for place, method in methods.items():
+        if short_name(str(method["name"]).partition(":")[0]).rpartition("/")[2] != entry.file:
+            return f"{place}/config.toml has the method {method['name']!r}, and the entry's file is {entry.file}"
+        if other := [k for k, v in chosen.items() if method.get(k) != v]:
+            return f"{place}/config.toml has method.{other[0]} = {method.get(other[0])!r}, and not what was chosen"
+        if method != first:
+            return f"{place}/config.toml has another table [method] than the first run"
+    return ""
+
+
+def _came_later(entry: Entered, told: Collection[str]) -> dict[str, Any]:
+    """Fields of the method that came after an entry was made, so that its config lacks them: their defaults."""
+    fields = {} if entry.file else fields_of("method", entry.method, None)[1]
+    given = {f"method.{name}": default for name, (_, default) in fields.items() if default is not ...}
+    return {key: json.loads(json.dumps(value)) for key, value in given.items() if key not in told and value is not None}
+
+
+def _cells(entry: Entered, suite: Suite) -> tuple[list[tuple[str, str]], tuple[int, ...]]:
+    return [(entry.row, column) for column in suite.columns(entry.row)], TEST_SEEDS
+
+
+def _fields(entry: Entered) -> dict[str, Any]:
+    """What was chosen; of a method of its own file without the method's fields, which only its file can check."""
+    return {k: v for k, v in entry.fields.items() if not (entry.file and k.startswith("method."))}
+
+
+def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without its engine, whose bits are one; of a method of its own file also without its name and fields."""
+    whole = json.loads(json.dumps({k: v for k, v in tree.items() if k != "engine"}))
+    if not entry.file:
+        return dict(whole)
+    stages = {json.dumps(plan, sort_keys=True) for plan in whole.pop("plan", {}).values()}
+    return {**{k: v for k, v in whole.items() if k != "method"}, "plan": {"every": sorted(stages)}}
+
+
+def settings_of(entry: Entered, place: str) -> Settings:
+    """A run's settings; a method of its own file is FedAvg here, which draws the same and executes nothing of it."""
+    tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
+    if entry.file:
+        tree = {**tree, "method": {"name": "fedavg"}, "plan": {}}
+    return settle(from_tree(tree, {}, None), here=False)
