@@ -10,6 +10,8 @@ removing it; ``nckd_mode`` "zero" (the true logit set to 0) stands in for it. "m
 not-true part of the divergence over all classes.
 Reading: figure 4 varies alpha for the IID or the other clients of a hybrid split, and does not say how: here one group
 is the first clients, as the partition ``hybrid`` numbers them, and each group has an alpha (``feddkd_groups``).
+Reading: ``tckd`` of ``feddkd`` is "binary", DKD's own two-way form; FedADKD's eq. 3, read as "target", is the default
+of ``feddkd_groups`` and of ``fedadkd``.
 Reading: no temperature is given; both terms are multiplied by tau^2, as DKD's code does.
 """
 
