@@ -28,6 +28,19 @@ def few():
 """
 """A data set of one's own."""
 
+MINE = """
+from typing import ClassVar
+
+from fedstill.methods.fedavg import FedAvg
+from fedstill.registry import method
+
+
+@method("mine")
+class Mine(FedAvg):
+    tries: ClassVar = ({}, {"plan.lr": 0.2})
+"""
+"""A method of one's own, with two tries."""
+
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,6 +166,39 @@ def test_choose_prints_what_it_chose_and_keeps_it(tmp_path: Path, capsys: pytest
     assert "try 2 [%]" in said
     assert "FedNTD" in said
     assert (tmp_path / "out" / "digits-space" / "chosen.toml").is_file()
+
+
+def test_choosing_a_track_whose_fields_another_chooses_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(["rank", "choose", "digits", "--track", "both", "--out", "out"]) == 0
+    said = capsys.readouterr().out
+    assert said == (
+        "digits-both has the fields that are chosen in digits-time: fedstill rank choose digits --track time\n"
+    )
+    assert not Path("out").exists(), "nothing is run"
+
+
+def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = suites.recipe_text
+    line = 'choosing = { column = "uneven", rounds = 1 }'
+    column = '"uneven" = { partition = { kind = "dirichlet", alpha = 1.0 } }\n'
+    text = tiny_ranking.TINY
+    assert line in text
+    assert column in text
+    text = text.replace(line, f'choosing = {{ of = "{tiny_ranking.NAME}" }}').replace(column, "")
+    monkeypatch.setattr(suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name))
+    (tmp_path / "mine.py").write_text(MINE)
+    assert call(["rank", "enter", "mine.py", "--track", "both", "--out", "out"]) == 0
+    tried = [p.read_text() for p in (tmp_path / "out" / "digits-space" / "choosing").rglob("config.toml")]
+    assert len(tried) == 2 * 3
+    assert all('kind = "dirichlet"' in text for text in tried)
+    entry = tmp_path / "out" / "entries" / "digits-both" / "mine"
+    entered = [p.read_text() for p in entry.rglob("config.toml")]
+    assert len(entered) == 5
+    assert all('kind = "iid"' in text for text in entered)
+    assert "Fields were chosen in digits-space, on the column uneven." in " ".join(capsys.readouterr().out.split())
+    assert call(["rank", "check", str(entry)]) == 0, capsys.readouterr().out
 
 
 def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,21 +14,25 @@ from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.where import AXES, Grid, MapCell
 from fedstill.report import map_file
 from fedstill.report.map_file import MAPPED, keep_map, map_from, map_text, shipped_maps
-from fedstill.report.maps_shown import gain_table, maps_text
+from fedstill.report.maps_shown import floor_table, gain_table, maps_text
 from fedstill.report.ranking_page import ranking_page
 
 
-def made_up(row: str = "FedNTD") -> Grid:
-    """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two take part."""
+def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
+    """36 cells on three seeds: a gain that grows with the epochs, and seeds that disagree where two take part.
+
+    ``floor``: FedAvg's accuracy, which is lower by a tenth on the most uneven split.
+    """
     cells = []
     for i, alpha in enumerate(AXES["partition.alpha"]):
         for epochs in AXES["plan.epochs"]:
             for sampled in AXES["topology.sampled"]:
                 spread = 0.5 if sampled == 2 else 0.01
-                ours = {s: _score(0.5 + 0.01 * epochs - 0.02 * i + spread * (s - 1)) for s in range(3)}
+                theirs = {s: _score(floor - 0.1 * (i == 0)) for s in range(3)}
+                ours = {s: _score(theirs[s].accuracy + 0.01 * epochs - 0.02 * i + spread * (s - 1)) for s in range(3)}
                 values = {"partition.alpha": alpha, "plan.epochs": epochs, "topology.sampled": sampled}
                 there = {s: Setting(0.1 * i, epochs / 20, sampled / 20) for s in range(3)}
-                cells.append(MapCell(values, ours, {s: _score(0.5) for s in range(3)}, there))
+                cells.append(MapCell(values, ours, theirs, there))
     return Grid(row, {key: list(values) for key, values in AXES.items()}, cells)
 
 
@@ -80,7 +84,21 @@ def test_page_and_markdown_say_the_same_and_what_is_missing(ships: dict[str, Gri
     assert left in text
     assert left in page
     assert page.count('class="chart"') == 2 * 3
-    assert text.count("| 0.05 |") == 2
+    assert text.count("| 0.05 |") == 3, "FedAvg's own accuracy, and two maps"
+    assert "they do not all say the same" in text
+    for told in (page, text):
+        assert "By chance alone three seeds say the same in one cell of four: in 9 of 36." in told
+
+
+def test_fedavgs_own_accuracy_stands_once_above_the_maps_that_have_it(ships: dict[str, Grid]) -> None:
+    head, lines = floor_table(ships["fedntd"])
+    assert head == gain_table(ships["fedntd"])[0]
+    assert lines == [["0.05", *["40.0"] * 9], *([str(a), *["50.0"] * 9] for a in AXES["partition.alpha"][1:])]
+    heads = [line for line in maps_text(ships).splitlines() if line.startswith("### ")]
+    assert heads == ["### FedAvg", "### FedNTD", "### FedLC"]
+    other = maps_text({**ships, "fedsol": made_up("FedSOL", 0.3)})
+    assert [line for line in other.splitlines() if line.startswith("### ")] == [*heads, "### FedAvg", "### FedSOL"]
+    assert f"| 0.05 | {' | '.join(['40.0'] * 9)} |" in maps_text(ships)
 
 
 def test_nothing_is_guessed_where_no_map_ships() -> None:

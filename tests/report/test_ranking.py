@@ -25,9 +25,10 @@ from fedstill.report.ranking_files import (
     run_lines,
     standing_head,
     standing_lines,
+    tables_text,
     write_ranking_files,
 )
-from fedstill.report.ranking_page import ranking_page
+from fedstill.report.ranking_page import HOW, MEANS, ranking_page
 from fedstill.report.standings import RankedRow, Standings, standings
 from fedstill.report.table_files import csv_text
 
@@ -70,6 +71,7 @@ def test_rows_of_another_processor_are_named_and_their_seconds_not_compared(suit
     other = {"FedNTD": "B (AVX512)", "joint": ""}
     mixed = standings(suite, [replace(r, processor=other.get(r.name, "A (AVX2)")) for r in suite_rows])
     assert "Made on A (AVX2); on B (AVX512): FedNTD; on one that is not known: joint." in about(mixed)
+    assert about(mixed).endswith("CPU seconds are compared only with those of FedAvg on the same processor.")
     assert [p.row.name for p in mixed.placed if math.isnan(p.cpu)] == ["FedNTD"]
     read = rows_from(csv_text(*run_lines([mixed])))[NAME]
     assert {r.name: r.processor for r in read} == {r.name: r.processor for r in mixed.rows}
@@ -127,6 +129,44 @@ def test_other_code_finds_the_same_from_the_csv(one: Standings, tmp_path: Path) 
             apart = one.difference(placed.row, column)
             assert apart is not None
             assert (apart.low, apart.high) == pytest.approx((interval.low, interval.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "unit"),
+    [
+        ("digits-peers", ["local only", "QKT"], "local only"),
+        ("digits-chain", ["FedSeq", "CWC", "FedAvg"], "FedAvg"),
+        ("digits-chain", ["FedSeq", "CWC"], "FedSeq"),
+    ],
+)
+def test_the_head_names_the_row_whose_cpu_seconds_are_one(name: str, rows: list[str], unit: str) -> None:
+    suite = load_suite(name)
+    made = [row(suite, n, 0.5, i) for i, n in enumerate(rows)]
+    slower = [
+        replace(r, scores={k: replace(s, seconds_cpu=2.0 + i) for k, s in r.scores.items()}) for i, r in enumerate(made)
+    ]
+    one = standings(suite, slower)
+    at = standing_head(one).index(f"CPU × {unit}")
+    assert {line[1] for line in standing_lines(one) if line[at] == "1.00"} == {unit}
+    assert f"CPU × {unit}" in html.unescape(ranking_page([one]))
+
+
+def test_what_is_said_of_all_tracks_names_no_row_that_some_lack() -> None:
+    assert "FedAvg" not in HOW + MEANS
+    assert "over the clients that ask among peers" in HOW
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("digits-both", "in digits-time, on the column 5 class tasks."), ("digits-space", "on the column Dirichlet .1.")],
+)
+def test_page_and_markdown_say_where_the_fields_were_chosen(name: str, said: str) -> None:
+    suite = load_suite(name)
+    one = standings(suite, [row(suite, "FedAvg", 0.5, 0)])
+    assert f"Fields were chosen {said}" in tables_text(one)
+    page = html.unescape(ranking_page([one]))
+    assert f"Fields were chosen {said}" in page
+    assert f"Over the settings that all rows of {name} have; chosen {said}" in page
 
 
 def test_a_bound_that_is_no_ceiling_is_shown_and_ends_no_gap() -> None:

@@ -102,7 +102,8 @@ def rank_choose(
 ) -> int:
     """Choose each row's fields among the suite's tries, on training images that clients lack and on seeds 100 to 102.
 
-    Shipped suites have their fields already. The same command goes on where it was stopped.
+    Shipped suites have their fields already. Of a track whose fields another one chooses (both: time) it says so. The
+    same command goes on where it was stopped.
 
     Args:
         tier: digits, small, or the file of a suite of yours.
@@ -119,7 +120,10 @@ def rank_choose(
     from fedstill.report import terminal
     from fedstill.report.ranking_files import choice_lines
 
-    for suite in (s for s in suites_of(tier, track) if s.track != "both"):
+    for suite in suites_of(tier, track):
+        if suite.there:
+            print(f"{suite.name} has the fields that are chosen in {suite.there.name}: {suite.choosing}")
+            continue
         rows = suite.rows_named(methods) or suite.competing
         with doing(out / suite.name, jobs, quiet) as do:
             chosen = competing.choose_fields(suite, rows, out, do)
@@ -160,9 +164,10 @@ def rank_enter(
 
     for suite in suites_of(tier, track):
         entered, row = competing.newcomer(suite, method, name)
-        with doing(out / suite.name, jobs, quiet) as do:
+        with doing(out / suite.chooses_in.name, jobs, quiet) as do:
             competing.rehearse(entered, row, do)
             chosen = competing.choose_fields(entered, [row], out, do)
+        with doing(out / suite.name, jobs, quiet) as do:
             (entry,) = competing.compete(chosen, [row], out, do, method.resolve())
         _print_tables([entry.folder], shipped=True)
         print(f"entry: {entry.folder}\ncheck it: fedstill rank check {entry.folder} --replay 1")

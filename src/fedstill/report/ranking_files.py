@@ -43,7 +43,19 @@ HEAD = (
 
 def standing_head(standings: Standings) -> list[str]:
     """The table's head; what the difference is to, and whose CPU seconds are 1."""
-    return [h.replace("Δ", f"Δ to {standings.suite.against}").replace("CPU", "CPU × FedAvg") for h in HEAD]
+    unit = f"CPU × {cpu_unit(standings)}"
+    return [h.replace("Δ", f"Δ to {standings.suite.against}").replace("CPU", unit) for h in HEAD]
+
+
+def cpu_unit(standings: Standings) -> str:
+    """The row over whose CPU seconds the others' are: FedAvg; where it is not ranked, what differences are to."""
+    return "FedAvg" if any(placed.row.name == "FedAvg" for placed in standings.placed) else standings.suite.against
+
+
+def chosen_where(suite: Suite) -> str:
+    """Where the fields of a suite's rows were chosen."""
+    other = f"in {suite.there.name}, " if suite.there else ""
+    return f"{other}on the column {suite.chooses_in.column}"
 
 
 def standing_lines(standings: Standings) -> list[list[str]]:
@@ -163,17 +175,18 @@ def choice_lines(suite: Suite, rows: Sequence[str]) -> tuple[list[str], list[lis
 
 
 def about(standings: Standings) -> str:
-    """How many methods and blocks, how wide Nemenyi's intervals would be, whose learning rate tries have, and where
-    the rows were made."""
+    """How many methods and blocks, how wide Nemenyi's intervals would be, where fields were chosen and whose learning
+    rate tries have, and where the rows were made."""
     s, many = standings, len(standings.placed)
     wide = f"; Nemenyi's width is {nemenyi_width(many, s.blocks):.2f} ranks" if many > 1 else ""
     n = len(s.columns)
     columns = f"{n} column{'s' * (n > 1)} × {len(TEST_SEEDS)} seeds"
     rate = f" A try that sets no learning rate has the one that {s.suite.rate_of} chose." if s.suite.rate_of else ""
-    return f"{many} methods, {columns}{wide}.{rate}{_made_on(s.processors)}"
+    chosen = f" Fields were chosen {chosen_where(s.suite)}."
+    return f"{many} methods, {columns}{wide}.{chosen}{rate}{_made_on(s.processors, cpu_unit(s))}"
 
 
-def _made_on(processors: Mapping[str, Sequence[str]]) -> str:
+def _made_on(processors: Mapping[str, Sequence[str]], unit: str) -> str:
     """A sentence on the processors, and which rows are not of the usual one."""
     (usual, _), *others = processors.items()
     if not others:
@@ -181,7 +194,7 @@ def _made_on(processors: Mapping[str, Sequence[str]]) -> str:
     each = "; ".join(f"on {name or 'one that is not known'}: {', '.join(rows)}" for name, rows in others)
     return (
         f" Made on {usual or 'a processor that is not known'}; {each}. Processors round differently, which can change a"
-        " run as much as another seed does. CPU seconds are compared only with FedAvg's on the same processor."
+        f" run as much as another seed does. CPU seconds are compared only with those of {unit} on the same processor."
     )
 
 

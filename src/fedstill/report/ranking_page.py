@@ -15,7 +15,7 @@ from fedstill.report.maps_shown import maps_section
 from fedstill.report.markup import Html, escape, figure, folded, grid, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.ranking_figures import rank_figure, scatter, task_matrix
-from fedstill.report.ranking_files import about, cell_lines, joined, standing_head, standing_lines
+from fedstill.report.ranking_files import about, cell_lines, chosen_where, joined, standing_head, standing_lines
 from fedstill.report.standings import Standings
 
 AGREEMENT = "agreement"
@@ -26,14 +26,16 @@ TITLE = "The ranking: who forgets, and who learns"
 MEANS = (
     "What a rank does not mean. The columns are chosen, not drawn: nothing here reaches beyond them, and small settings"
     " rank small settings. Methods on one bar cannot be told apart. Every method had the same number of tries, which"
-    " favours methods with few fields. A row below FedAvg stays: on these columns it did not help."
+    " favours methods with few fields. A row below the one that differences are to stays: on these columns it did not"
+    " help."
 )
 HOW = (
     f"Fields are chosen on seeds {', '.join(map(str, CHOOSING_SEEDS))}, on training images that clients lack; numbers"
-    f" are of seeds {', '.join(map(str, TEST_SEEDS))} on the test set. Accuracy is a mean over classes, and is learned"
-    " × kept: what was known of each class at its best, and how much of it is left at the end. Where there are no"
-    " tasks, both are taken from means of five successive rounds. CPU seconds are of whole runs, over FedAvg's; MB go"
-    " up and down. † a run diverged, and counts as far as it came."
+    f" are of seeds {', '.join(map(str, TEST_SEEDS))} on the test set. Accuracy is a mean over classes; over tasks"
+    " where these are permuted, over the clients that ask among peers. It is learned × kept: what was known of each at"
+    " its best, and how much of it is left at the end. Both are taken from the ends of tasks where there are tasks,"
+    " from before and after the exchange among peers, else from means of five successive rounds. CPU seconds are of"
+    " whole runs, over those of the row in the head; MB go up and down. † a run diverged, and counts as far as it came."
 )
 INTERVALS = (
     "Intervals over columns resample seeds within columns, 10,000 times; p is of a sign-flip test over columns × seeds,"
@@ -96,7 +98,7 @@ def _matrices(one: Standings) -> Iterator[Html]:
 def _fields(one: Standings) -> Iterator[Html]:
     """The settings of a row as a config's lines, for those who want them."""
     suite = one.suite
-    yield sentence(f"Over the settings that all rows of {suite.name} have; chosen on the column {suite.column}.")
+    yield sentence(f"Over the settings that all rows of {suite.name} have; chosen {chosen_where(suite)}.")
     for name in (p.row.name for p in one.placed):
         text = f"<strong>{escape(name)}</strong></p><pre class='copy'>{escape(copied_fields(one, name))}</pre>"
         yield Html(f"<p>{text}")

@@ -23,8 +23,11 @@ GAINS = ((0.0, "#b2182b"), (0.5, "#f7f7f7"), (1.0, "#2166ac"))
 
 SAYS = (
     "Colour and number are the gain over FedAvg in points, the mean over seeds paired by seed: blue helps, red hurts."
-    " A ~ stands where seeds disagree. Below it FedAvg's own accuracy: where nothing is lost, nothing is to be won."
+    " A ~ stands where not all seeds say the same. Below it FedAvg's own accuracy: where nothing is lost, nothing is to"
+    " be won."
 )
+
+CHANCE = "By chance alone three seeds say the same in one cell of four"
 
 
 def write_map(one: Grid, folder: Path) -> list[Path]:
@@ -34,7 +37,7 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
     texts = {
         "index.html": _page(one),
         "map.csv": map_text(one),
-        "map.md": f"{one.summary}.\n\n{markdown(head, lines)}",
+        "map.md": f"{one.summary}. {CHANCE}.\n\n{markdown(head, lines)}",
     }
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
@@ -49,16 +52,16 @@ def cell_table(one: Grid) -> tuple[list[str], list[list[str]]]:
 
 def _numbers(cell: MapCell) -> list[str]:
     low, high = min(cell.gains), max(cell.gains)
-    accuracy, kept = (fmean(getattr(s, n) for s in cell.theirs.values()) for n in ("accuracy", "kept"))
+    kept = fmean(score.kept for score in cell.theirs.values())
     ends = f"{100 * low:+.1f} to {100 * high:+.1f}"
-    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * accuracy:.1f}", f"{100 * kept:.1f}"]
+    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * cell.floor:.1f}", f"{100 * kept:.1f}"]
 
 
 def _page(one: Grid) -> str:
     title = f"Where {one.row} helps"
     shown = section("Gain over FedAvg", sentence(SAYS), panels(one), name=PARTS[0])
     table = section("All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1])
-    head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}.</p></header>"
+    head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}. {CHANCE}.</p></header>"
     return document(title, f"{head}{shown.text}{table.text}")
 
 
@@ -100,6 +103,5 @@ def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
 
 
 def _text(cell: MapCell) -> str:
-    """The number of a cell, marked where seeds disagree, and FedAvg's own accuracy below it."""
-    accuracy = fmean(score.accuracy for score in cell.theirs.values())
-    return f"{cell.shown}<br>({100 * accuracy:.0f} %)"
+    """The number of a cell, marked where not all seeds say the same, and FedAvg's own accuracy below it."""
+    return f"{cell.shown}<br>({100 * cell.floor:.0f} %)"

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import tiny_ranking
 from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.ranking import suites
 from fedstill.experiment.ranking.choices import TIE, Choice
-from fedstill.experiment.ranking.suites import MOST_TRIES, load_suite, suite_names
+from fedstill.experiment.ranking.competing import choose_fields, suite_at
+from fedstill.experiment.ranking.suites import Suite, load_suite, suite_names
+from fedstill.experiment.ranking.tries import MOST_TRIES
 from fedstill.experiment.run_directory.split_file import split_told
 from fedstill.experiment.running.measuring import Measuring
 
@@ -50,11 +53,11 @@ def test_a_try_is_tested_on_training_images_and_nothing_else_of_it_differs(name:
     suite = load_suite(name)
     first = {suite.rate_of: Choice(((0.5,),) * MOST_TRIES, (1,) * MOST_TRIES)} if suite.rate_of else {}
     suite = replace(suite, chosen={**first, **suite.chosen})
-    row = suite.competing[-1]
+    row, there = suite.competing[-1], suite.chooses_in
     for number, (one, runs) in enumerate(zip(suite.tries_of(row), suite.trials(row, Path("runs")), strict=True)):
         assert [run.seed for run in runs] == [100, 101, 102]
         assert {run.settings.data.test_from for run in runs} == {"held_out"}
-        (plain,) = suite.recipe.variants([(row, suite.column)], (100,), one, Path("runs"))
+        (plain,) = there.recipe.variants([(row, there.column)], (100,), one, Path("runs"))
         assert plain.settings.named == runs[0].settings.named, number
         assert plain.settings.plans == runs[0].settings.plans
 
@@ -81,6 +84,43 @@ def test_a_try_has_the_learning_rate_that_the_reference_chose_unless_it_sets_one
 def test_both_takes_what_time_chose() -> None:
     assert load_suite("digits-both").chosen == load_suite("digits-time").chosen
     assert load_suite("digits-both").tries == load_suite("digits-time").tries
+
+
+@pytest.mark.parametrize("tier", suites.TIERS)
+def test_a_newcomer_in_both_is_tried_in_time_as_the_rows_that_ship_were(tier: str) -> None:
+    """Its runs are in both, where clients differ; its trials in time, where they are alike."""
+    both, time = (load_suite(f"{tier}-{t}").with_row("mine", "fedprox", [{}, {"mu": 0.5}]) for t in ("both", "time"))
+    tried, there = ([run.settings.toml for runs in s.trials("mine", Path()) for run in runs] for s in (both, time))
+    assert tried == there
+    assert len(tried) == 2 * 3
+    assert all('kind = "iid"' in text for text in tried)
+    chosen = replace(both, chosen={**both.chosen, "mine": Choice(((0.1,), (0.2,)), (1, 1))})
+    assert all(
+        "alpha = 0.5" in run.settings.toml and "mu = 0.5" in run.settings.toml for run in chosen.runs("mine", Path())
+    )
+    assert both.choosing == time.choosing == f"fedstill rank choose {tier} --track time"
+
+
+def test_fields_of_a_suite_that_another_chooses_are_tried_and_kept_in_the_others_folder(
+    suite: Suite, tmp_path: Path
+) -> None:
+    recipe = replace(suite.recipe, columns={"even": suite.recipe.columns["even"]})
+    both = replace(suite, track="both", recipe=recipe, column="even", there=suite, chosen={})
+    chosen = choose_fields(both, ["FedAvg"], tmp_path, tiny_ranking.do)
+    configs = [path.read_text() for path in tmp_path.rglob("config.toml")]
+    assert len(configs) == 2 * 3
+    assert all("alpha = 1.0" in text for text in configs), "the column on which the other suite chooses"
+    assert [path.name for path in tmp_path.iterdir()] == [suite.name]
+    for one in (both, replace(suite, chosen={})):
+        assert suite_at(one, tmp_path).chosen == chosen.chosen
+
+
+def test_a_suite_whose_tries_are_not_those_of_the_one_that_chooses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = suites.recipe_text
+    text = whole("rank/digits-both").replace("{ mu = 1.0 }", "{ mu = 9.0 }")
+    monkeypatch.setattr(suites, "recipe_text", lambda name: text if name == "rank/digits-both" else whole(name))
+    with pytest.raises(ConfigError, match="FedProx has not the tries of digits-time, in which its fields are chosen"):
+        load_suite("digits-both")
 
 
 def drawn_here() -> dict[str, object]:

@@ -32,10 +32,19 @@ def test_it_helps_where_all_seeds_say_so() -> None:
     assert [c.sign for c in cells] == [1, -1, 0]
     one = Grid("FedNTD", {"partition.alpha": (0.1, 0.5, 1.0), "plan.epochs": (1,)}, cells)
     assert one.summary == (
-        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 the seeds disagree; most at alpha 0.1, "
-        "epochs 1: +20.0 points"
+        "FedNTD helps in 1 of 3 cells and hurts in 1, on all seeds; in 1 they do not all say the same; most at "
+        "alpha 0.1, epochs 1: +20.0 points over FedAvg at 50.0 %"
     )
     assert cell_table(one)[1][0] == ["0.1", "1", "+20.0", "+10.0 to +30.0", "50.0", "55.6"]
+
+
+def test_seeds_that_all_see_no_difference_are_not_said_to_disagree() -> None:
+    """Both methods at chance on every seed: no seed says anything else than another."""
+    none = cell(0.1, 0.0, 0.0, 0.0)
+    one = Grid("FedNTD", {"partition.alpha": (0.1,), "plan.epochs": (1,)}, [none])
+    assert (none.sign, none.shown) == (0, "~+0.0")
+    assert "disagree" not in one.summary
+    assert "in 1 they do not all say the same" in one.summary
 
 
 def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
@@ -52,6 +61,7 @@ def test_a_map_is_run_resumed_and_written(suite: Suite, tmp_path: Path) -> None:
     runs = list(csv.DictReader(io.StringIO(paths[1].read_text())))
     assert len(runs) == len(configs)
     assert paths[0].read_text().count('class="chart"') == 2
+    assert all("say the same in one cell of four." in path.read_text() for path in (paths[0], paths[2]))
     again = grid_of(suite, "FedNTD", axes, tmp_path / "runs", lambda runs: tiny_ranking.do(runs))
     assert [c.gains for c in again.cells] == [c.gains for c in one.cells]
 

@@ -19,7 +19,7 @@ from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 
 CHOSEN = "chosen.toml"
-"""The file beside a suite's runs with what was chosen there."""
+"""The file beside the runs of a suite that chooses, with what was chosen there."""
 
 REHEARSED = 99
 """The seed of a rehearsal: none that chooses or is reported."""
@@ -30,7 +30,7 @@ RATES = 5
 
 def suite_at(suite: Suite, out: Path) -> Suite:
     """The suite with what was chosen in a folder, over what ships with it."""
-    path = out / suite.name / CHOSEN
+    path = out / suite.chooses_in.name / CHOSEN
     if not path.is_file():
         return suite
     tree = tomllib.loads(path.read_text())
@@ -45,20 +45,20 @@ def suite_at(suite: Suite, out: Path) -> Suite:
 def choose_fields(suite: Suite, rows: Sequence[str], out: Path, do: Do) -> Suite:
     """The suite with fields chosen for some rows; each is kept in a file as soon as it is chosen.
 
-    First the row whose learning rate the others have.
+    First the row whose learning rate the others have. Trials and file are in the folder of the suite that chooses.
     """
-    suite = suite_at(suite, out)
+    suite, folder = suite_at(suite, out), out / suite.chooses_in.name
     for row in sorted(rows, key=lambda one: one != suite.rate_of):
-        choice = choice_for(suite, row, out / suite.name / "choosing", do)
+        choice = choice_for(suite, row, folder / "choosing", do)
         suite = replace(suite, chosen={**suite.chosen, row: choice})
-        keep_choices(suite, out / suite.name / CHOSEN)
+        keep_choices(suite, folder / CHOSEN)
     return suite
 
 
 def keep_choices(suite: Suite, path: Path) -> None:
     """Write what is chosen in a suite to a file."""
     own = {row: suite.chosen[row] for row in suite.tries if row in suite.chosen}
-    write_choices(path, suite.version, own, {row: suite.settings_chosen(row) for row in own})
+    write_choices(path, suite.chooses_in.version, own, {row: suite.settings_chosen(row) for row in own})
 
 
 def compete(suite: Suite, rows: Sequence[str], out: Path, do: Do, own: Path | None = None) -> list[Entered]:

@@ -14,6 +14,7 @@ from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.comparing.recipes import RANKING, Recipe, recipe_of, recipe_text
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.ranking.choices import Choice, chosen_from
+from fedstill.experiment.ranking.tries import checked_tries
 
 TIERS = ("digits", "small")
 """By cost: seconds a run, minutes a run."""
@@ -32,16 +33,10 @@ TEST_SEEDS = (0, 1, 2, 3, 4)
 CHOOSING_SEEDS = (100, 101, 102)
 """Fields are chosen on other seeds than those that are reported."""
 
-MOST_TRIES = 5
-"""How many configurations of each method may be tried, a newcomer's too."""
-
 KEYS = {"paper", "version", "against", "bounds", "choosing", "common", "columns", "rows", "tries"}
 
 CHOOSING = ({"of"}, {"column", "rounds"}, {"column", "rounds", "rate"})
 """What ``choosing`` says: whose choices are taken; or where fields are chosen, and whose learning rate all have."""
-
-FREE = ("plan.lr", "stream.head")
-"""What a try may set beside its method's own fields."""
 
 Try = Mapping[str, Any]
 """Values by dotted key over a row's."""
@@ -60,6 +55,7 @@ class Suite:
     ``column``, ``rounds``: where fields are chosen, and in how many rounds (0: all; a row that says its own has these).
     ``rate_of``: the row whose chosen learning rate all others' tries have, where they set none; "": the suite's.
     ``chosen``: by row, what was.
+    ``there``: the suite in which all of this is chosen, where it is another; ``column`` is then this one's first.
     """
 
     tier: str
@@ -74,6 +70,7 @@ class Suite:
     rounds: int
     rate_of: str = ""
     chosen: Mapping[str, Choice] = field(default_factory=dict)
+    there: Suite | None = None
 
     @property
     def name(self) -> str:
@@ -85,6 +82,18 @@ class Suite:
         """Tier, track and what it asks; of a suite of yours its name and what it says of itself."""
         asked = TRACKS.get(self.track)
         return f"{self.tier}, {self.track}: {asked}" if asked else f"{self.name}: {self.recipe.paper}"
+
+    @property
+    def chooses_in(self) -> Suite:
+        """The suite in which its fields are chosen: itself, mostly."""
+        return self.there or self
+
+    @property
+    def choosing(self) -> str:
+        """The command that chooses its fields."""
+        suite = self.chooses_in
+        ships = suite.name in suite_names()
+        return f"fedstill rank choose {f'{suite.tier} --track {suite.track}' if ships else f'{suite.name}.toml'}"
 
     @property
     def competing(self) -> list[str]:
@@ -126,7 +135,7 @@ class Suite:
         if row not in self.tries:
             return {}
         if row not in self.chosen:
-            raise ConfigError(f"{self.name}: nothing is chosen for {row} yet: fedstill rank choose {self.tier}")
+            raise ConfigError(f"{self.name}: nothing is chosen for {row} yet: {self.choosing}")
         return self.tries_of(row)[self.chosen[row].best]
 
     def tries_of(self, row: str) -> Sequence[Try]:
@@ -146,12 +155,18 @@ class Suite:
 
     def trials(self, row: str, out: Path) -> list[list[Variant]]:
         """For each try of a row, the runs on the seeds of choosing: tested on training images that clients lack."""
-        size = {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
-        fixed = {**size, "data.test_from": "held_out"}
+        if self.there:
+            return replace(self.there, chosen=self.chosen).trials(row, out)
+        fixed = self.trial_settings(row)
         return [
             self.recipe.variants([(row, self.column)], CHOOSING_SEEDS, {**fixed, **one}, out / f"try{number + 1}")
             for number, one in enumerate(self.tries_of(row))
         ]
+
+    def trial_settings(self, row: str) -> Try:
+        """What all trials of a row have over the suite's settings: what they are tested on, and how long they are."""
+        size = {"rounds": self.rounds} if self.rounds and "rounds" not in self.recipe.rows[row] else {}
+        return {**size, "data.test_from": "held_out"}
 
     def with_defaults(self, name: str, method: str) -> Suite:
         """The suite with one row more, of a method with its documented defaults; nothing is tried or chosen of it."""
@@ -161,9 +176,9 @@ class Suite:
         """The suite with one row more, of a newcomer's method; raises ConfigError for a name that is taken."""
         if name in self.recipe.rows:
             raise ConfigError(f"{self.name} has a row {name!r} already; choose another name with --name")
-        rows = {**self.recipe.rows, name: {"method": method}}
-        dotted = [_dotted(self.name, name, one) for one in tries]
-        return replace(self, recipe=replace(self.recipe, rows=rows), tries={**self.tries, name: _few(name, dotted)})
+        recipe = replace(self.recipe, rows={**self.recipe.rows, name: {"method": method}})
+        own = {**self.tries, name: checked_tries(self.name, name, tries)}
+        return replace(self, recipe=recipe, tries=own, there=self.there and self.there.with_row(name, method, tries))
 
 
 def suite_names(tier: str = "", track: str = "") -> list[str]:
@@ -206,7 +221,7 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     recipe = recipe_of(
         f"{RANKING}/{name}", {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")}
     )
-    tries = {row: _few(row, [_dotted(name, row, one) for one in each]) for row, each in tree["tries"].items()}
+    tries = {row: checked_tries(name, row, each) for row, each in tree["tries"].items()}
     tier, _, track = name.partition("-")
     bounds, choosing = tree["bounds"], tree["choosing"]
     if set(choosing) not in CHOOSING:
@@ -214,30 +229,15 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
             f"suite {name}: choosing has {sorted(choosing)}, and must have column and rounds, also rate; or of"
         )
     there = load_suite(choosing["of"]) if "of" in choosing else None
-    column, rounds = (there.column, there.rounds) if there else (choosing["column"], choosing["rounds"])
+    column, rounds = (next(iter(recipe.columns)), 0) if there else (choosing["column"], choosing["rounds"])
     rate_of = there.rate_of if there else choosing.get("rate", "")
     named = [*tries, tree["against"], bounds["floor"], *bounds["ceiling"], *filter(None, [rate_of])]
     if strange := sorted(set(named) - set(recipe.rows)):
         raise ConfigError(f"suite {name}: it says something of a row {strange[0]!r}, which it does not have")
-    if column not in recipe.columns and there is None:
+    if column not in recipe.columns:
         raise ConfigError(f"suite {name}: fields are chosen on {column!r}, which is none of its columns")
+    if there and (other := [row for row, own in tries.items() if own != there.tries.get(row)]):
+        raise ConfigError(f"suite {name}: {other[0]} has not the tries of {there.name}, in which its fields are chosen")
     chosen = there.chosen if there else chosen_from(name, tree["version"], tries)
     ends = (tree["against"], bounds["floor"], tuple(bounds["ceiling"]))
-    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen)
-
-
-def _dotted(suite: str, row: str, one: Try) -> Try:
-    """A try with dotted keys: a bare one is a field of the method. Raises ConfigError for a key that is not free."""
-    keys = {key: key if "." in key else f"method.{key}" for key in one}
-    strange = [key for key, whole in keys.items() if not whole.startswith("method.") and whole not in FREE]
-    if strange or "method.name" in keys.values():
-        raise ConfigError(
-            f"{suite}, {row}: a try sets fields of the method, {' and '.join(FREE)}, not {(strange or ['name'])[0]!r}"
-        )
-    return {keys[key]: value for key, value in one.items()}
-
-
-def _few(row: str, tries: Sequence[Try]) -> Sequence[Try]:
-    if not 1 <= len(tries) <= MOST_TRIES:
-        raise ConfigError(f"{row} has {len(tries)} tries; every method has 1 to {MOST_TRIES}")
-    return tries
+    return Suite(tier, track, tree["version"], recipe, tries, *ends, column, rounds, rate_of, chosen, there)

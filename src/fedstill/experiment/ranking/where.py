@@ -66,8 +66,13 @@ class MapCell:
         return statistics.fmean(self.gains)
 
     @property
+    def floor(self) -> float:
+        """FedAvg's own accuracy, the mean over seeds."""
+        return statistics.fmean(score.accuracy for score in self.theirs.values())
+
+    @property
     def shown(self) -> str:
-        """The gain in points, with a ~ where seeds disagree."""
+        """The gain in points, with a ~ where not all seeds say the same."""
         return f"{'' if self.sign else '~'}{100 * self.gain:+.1f}"
 
     @property
@@ -86,13 +91,14 @@ class Grid:
 
     @property
     def summary(self) -> str:
-        """How often it helps and hurts, and where most, in a sentence."""
+        """How often it helps and hurts, and where most, over which FedAvg, in a sentence."""
         helps, hurts = (sum(cell.sign == s for cell in self.cells) for s in (1, -1))
         best = max(self.cells, key=lambda cell: cell.gain)
         many = len(self.cells)
         return (
             f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds; in "
-            f"{many - helps - hurts} the seeds disagree; most at {best.name}: {100 * best.gain:+.1f} points"
+            f"{many - helps - hurts} they do not all say the same; most at {best.name}: "
+            f"{100 * best.gain:+.1f} points over FedAvg at {100 * best.floor:.1f} %"
         )
 
 
