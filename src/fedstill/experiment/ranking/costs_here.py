@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedstill.errors import DataError
-from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS, Suite, load_suite
-from fedstill.experiment.round_work import round_work
+from fedstill.experiment.round_work import local_steps
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
+from fedstill.records import SERVER, Stage
 
-MEAN_METHOD = 1.2
-"""What the mean method's training takes for as many steps and examples, where FedAvg's takes 1: up to 1.4, in space."""
+MEAN_METHOD = {"space": 1.2, "time": 1.1, "both": 1.2, "chain": 1.5, "public": 1.0, "peers": 1.3}
+"""What a step of the mean row takes, where FedAvg's takes 1, by track: of the entries that ship, the mean over tiers.
+
+On public data it is not more: a teacher's logits are there before the training begins.
+"""
 
 START = 1.0
 """Core-seconds that a run takes beside its rounds."""
 
 LARGER = 4
 """By how much larger the second batch is that is timed: so a step's cost is told from an example's."""
-
-ROUNDS = 10
-"""So many rounds of a run are looked at for its steps: clients of uneven data differ much."""
 
 
 class Seconds(NamedTuple):
@@ -49,24 +50,42 @@ def core_minutes(suite: Suite) -> tuple[float | None, float | None]:
     """(core-minutes of all runs, core-minutes of choosing all rows) here; None where the data are not here."""
     try:
         each = seconds_here(suite.tier)
-        of_cell = {cell: _of_run(suite, cell, each) for cell in suite.recipe.cells()}
+        runs = [_of_run(suite, cell, each) for cell in suite.recipe.cells()]
+        own = () if suite.there else suite.competing
+        trials = [len(suite.tries[row]) * _of_run(suite, (row, suite.column), each, True) for row in own]
     except DataError:
         return None, None
-    rounds = suite.recipe.common["rounds"]
-    part = (suite.rounds or rounds) / rounds
-    tries = {row: 0 if suite.track == "both" else len(suite.tries[row]) for row in suite.competing}
-    own = sum(n * part * of_cell.get((row, suite.column), 0.0) for row, n in tries.items())
-    return len(TEST_SEEDS) * sum(of_cell.values()) / 60, len(CHOOSING_SEEDS) * own / 60
+    return len(TEST_SEEDS) * sum(runs) / 60, len(CHOOSING_SEEDS) * sum(trials) / 60
 
 
-def _of_run(suite: Suite, cell: tuple[str, str], each: Seconds) -> float:
-    """Core-seconds of a run of a row in a column, by the steps and examples of its first rounds."""
-    (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], {}, Path())
+def _of_run(suite: Suite, cell: tuple[str, str], each: Seconds, trial: bool = False) -> float:
+    """Core-seconds of a run of a row in a column, or of a trial, by the steps and examples of all its rounds."""
+    changes = suite.trial_settings(cell[0]) if trial else {}
+    (variant,) = suite.recipe.variants([cell], TEST_SEEDS[:1], changes, Path())
     prepared = prepare(variant.settings)
-    rounds = prepared.settings.rounds
-    some = [round_work(prepared, number) for number in range(1, min(rounds, ROUNDS) + 1)]
-    training = statistics.fmean(each.step * one.steps + each.example * one.trained for one in some)
-    return START + rounds * (MEAN_METHOD * training + each.rest)
+    stages = [s for n in range(1, variant.settings.rounds + 1) for s in prepared.settings.topology(n, prepared.world)]
+    steps, examples = map(sum, zip(*(trained_in(prepared, stage) for stage in stages), strict=True))
+    training = each.step * steps + each.example * examples
+    return START + MEAN_METHOD[suite.track] * training + variant.settings.rounds * each.rest
+
+
+def trained_in(prepared: Prepared, stage: Stage) -> tuple[int, int]:
+    """The steps of all clients of a stage, and the examples in them: each epoch counts.
+
+    A suite's plan is one for all stages: where nothing is trained, only the method's own says so. The method is not
+    asked whom it addresses, as that may follow from what clients sent before: students from their peers' models.
+    """
+    plan, own = prepared.world.plans.get(stage.name), prepared.settings.method.plans.get(stage.name)
+    if plan is None or (own is not None and not (own.epochs or own.steps)):
+        return 0, 0
+    steps = examples = 0
+    for client in stage.clients:
+        public = stage.view == "public" or client == SERVER
+        there = len(prepared.sites.public or ()) if public else int(prepared.sites.counts(client, stage.round).sum())
+        more = local_steps(prepared, stage, there)
+        steps += more
+        examples += more * min(plan.batch, there) if plan.steps else plan.epochs * there
+    return steps, examples
 
 
 @functools.cache
