@@ -72,7 +72,9 @@ def test_a_method_with_a_map_is_said_of_itself() -> None:
     )
     assert own == "map: FedNTD was +20.0 points from FedAvg there (+10.0 to +30.0): it helped on all seeds."
     assert "it hurt on all seeds" in list(told_of_maps(MAPS, "fedntd", Setting(0.4, 0.5, 0.25)))[1]
-    assert list(told_of_maps(MAPS, "fedntd", Setting(0.2, 0.05, 0.25)))[1].endswith("(-10.0 to +30.0): seeds disagree.")
+    assert list(told_of_maps(MAPS, "fedntd", Setting(0.2, 0.05, 0.25)))[1].endswith(
+        "(-10.0 to +30.0): not all seeds say the same."
+    )
 
 
 def test_of_another_method_the_best_are_said() -> None:

@@ -91,10 +91,16 @@ def test_peers_are_scored_by_client_before_and_after(tmp_path: Path) -> None:
         {"client": 0, "average_accuracy_before": 0.5, "average_accuracy": 0.7},
         {"client": 1, "average_accuracy_before": 0.6, "average_accuracy": 0.4},
     ]
-    own = score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1)
+    own = score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1)
     assert (own.learned, own.accuracy) == (pytest.approx(0.65), pytest.approx(0.55))
     answers = [{"client": 0, "average_accuracy_before": None, "average_accuracy": 0.7}]
-    assert score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1).kept == 1
+    assert score_of(journal(tmp_path, asked(rounds([(0.1, 0.1)], answers=answers))), 1).kept == 1
+    assert score_of(journal(tmp_path, rounds([(0.1, 0.1)], answers=answers)), 1).accuracy == pytest.approx(0.1)
+
+
+def asked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of a run in which clients ask, which its first event says."""
+    return [{**events[0], "queries": {"0": [1], "1": [0]}}, *events[1:]]
 
 
 def test_a_journal_that_cannot_be_scored_is_named(tmp_path: Path) -> None:

@@ -75,5 +75,5 @@ def told_of_maps(maps: Mapping[str, Grid], method: str, here: Setting | None) ->
 def _said(one: Grid, cell: MapCell) -> str:
     """What a map says of its method in a cell."""
     low, high = (f"{100 * end:+.1f}" for end in (min(cell.gains), max(cell.gains)))
-    how = {1: "it helped on all seeds", -1: "it hurt on all seeds", 0: "seeds disagree"}[cell.sign]
+    how = {1: "it helped on all seeds", -1: "it hurt on all seeds", 0: "not all seeds say the same"}[cell.sign]
     return f"{one.row} was {100 * cell.gain:+.1f} points from FedAvg there ({low} to {high}): {how}"
