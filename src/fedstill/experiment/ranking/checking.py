@@ -13,8 +13,8 @@ from fedstill.errors import ConfigError, CorruptFile, DataAbsent, FedstillError
 from fedstill.experiment.preparing.prepared import read_data
 from fedstill.experiment.ranking.derived import contradiction, following, same_number
 from fedstill.experiment.ranking.drawn import other_draws
-from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, places_of, rounds_of
-from fedstill.experiment.ranking.same_settings import other_settings, settings_of
+from fedstill.experiment.ranking.entries import ENTRY, RUN_FILES, Entered, rounds_of
+from fedstill.experiment.ranking.same_settings import places_of, settings_told, unlike_suite
 from fedstill.experiment.ranking.scoring import events_of
 from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, Suite, load_suite
 from fedstill.experiment.run_directory.journal import Event
@@ -85,7 +85,7 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[Entered, Suite], str]]] = [
         ("seeds and columns are complete", _incomplete),
         ("files are those of entry.toml", _other_files),
-        ("settings are the suite's", other_settings),
+        ("settings are the suite's", unlike_suite),
         ("journals are whole and do not contradict themselves", _broken_journals),
         ("summaries follow from the journals", _other_summaries),
         ("the fields follow from the tries", _other_choice),
@@ -93,7 +93,7 @@ def checked_entry(entry: Entered, draws: bool = True) -> Iterator[Finding]:
     for what, check in checks:
         line = _line(what, entry, suite, check)
         yield line
-        if not line.good and check in (_incomplete, _other_files, other_settings, _broken_journals):
+        if not line.good and check in (_incomplete, _other_files, unlike_suite, _broken_journals):
             return
     if draws:
         yield _line("splits, tasks and clients of rounds are what is drawn here", entry, suite, _other_draws)
@@ -187,7 +187,7 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
 def _other_draws(entry: Entered, suite: Suite) -> str:
     data: dict[str, Dataset] = {}
     for place in places_of(entry, suite):
-        settings, events = settings_of(entry, place), events_of(entry.folder / place / "journal.jsonl")
+        settings, events = settings_told(entry, place), events_of(entry.folder / place / "journal.jsonl")
         name = settings.data.name
         data |= {} if name in data else {name: read_data(settings)}
         if why := other_draws(settings, events, data[name], bool(entry.file)):

@@ -26,7 +26,7 @@ import tomli_w
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.ranking.carried_out import Ended
 from fedstill.experiment.ranking.choices import Choice, read_choice
-from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, Try
+from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.journal import without_times
 from fedstill.experiment.run_directory.split_file import SPLIT
@@ -101,11 +101,6 @@ class Entered:
 def run_place(column: str, seed: int) -> str:
     """Where in an entry a run of a column and a seed is."""
     return f"{slug(column)}/seed{seed}"
-
-
-def places_of(entry: Entered, suite: Suite) -> list[str]:
-    """Where in an entry the runs of all its columns and seeds are."""
-    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
 
 
 def rounds_of(folder: Path) -> int:

@@ -14,12 +14,17 @@ from fedstill.experiment.config.named_tables import fields_of
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.ranking.entries import Entered, places_of, portable, run_place
+from fedstill.experiment.ranking.entries import Entered, portable, run_place
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite
 from fedstill.files import short_name
 
 
-def other_settings(entry: Entered, suite: Suite) -> str:
+def places_of(entry: Entered, suite: Suite) -> list[str]:
+    """Where in an entry the runs of all its columns and seeds are."""
+    return [run_place(column, seed) for column in suite.columns(entry.row) for seed in TEST_SEEDS]
+
+
+def unlike_suite(entry: Entered, suite: Suite) -> str:
     """The first setting of a run that is not the suite's, nor what was chosen; empty where there is none."""
     if entry.row not in suite.tries and entry.fields:
         return f"{entry.row} is a reference, and sets {next(iter(entry.fields))}"
@@ -79,7 +84,7 @@ def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in whole.items() if k != "method"}, "plan": {"every": sorted(stages)}}
 
 
-def settings_of(entry: Entered, place: str) -> Settings:
+def settings_told(entry: Entered, place: str) -> Settings:
     """A run's settings; a method of its own file is FedAvg here, which draws the same and executes nothing of it."""
     tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
     if entry.file:
