@@ -176,6 +176,19 @@ def test_seeds_that_are_forged_alike_are_not_within_what_seeds_differ_by(entry: 
     assert one.level == "disagrees"
 
 
+def test_half_the_bytes_disagree_in_a_replay(entry: Entered) -> None:
+    """Bytes of clients and of rounds are forged alike."""
+
+    def half(events: Events) -> None:
+        for event in events:
+            event.update({key: event[key] // 2 for key in ("bytes_up", "bytes_down") if key in event})
+
+    forged(entry, half)
+    assert refusals(entry.folder) == []
+    (one,) = replayed(entry, [("even", 0)], tiny_ranking.do)
+    assert (one.level, " has bytes_up " in one.beyond) == ("disagrees", True)
+
+
 @pytest.mark.usefixtures("suite")
 def test_a_reference_sets_no_fields(made: Path, tmp_path: Path) -> None:
     entry = read_entry(Path(shutil.copytree(made / "joint", tmp_path / "joint")))
