@@ -70,9 +70,8 @@ def compared(place: str, theirs: Path, ours: Path, whole: bool = True) -> Replay
         return Replayed(place, "disagrees", "it has no round here")
     if all(here[n] == there[n] for n in both) and _start(ours) == _start(theirs):
         if whole and here != there:
-            return Replayed(
-                place, "disagrees", f"after round {both[-1]} it goes on otherwise, with the same bits before"
-            )
+            last = max(both, default=0)
+            return Replayed(place, "disagrees", f"after round {last} it goes on otherwise, with the same bits before")
         return Replayed(place, "bits")
     behind = 0.0
     for number in (n for n in both if n <= EARLY):
