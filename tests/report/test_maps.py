@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from dataclasses import replace
 from math import nan
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from fedstill.report import map_file
 from fedstill.report.map_file import MAPPED, keep_map, map_from, map_text, shipped_maps
 from fedstill.report.maps_shown import floor_table, gain_table, maps_text
 from fedstill.report.ranking_page import ranking_page
+from fedstill.report.where_it_helps import write_map
 
 
 def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
@@ -47,6 +49,17 @@ def ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Grid]:
     keep_map(made_up("FedLC"), "fedlc")
     keep_map(made_up(), "fedntd")
     return shipped_maps()
+
+
+def test_a_map_over_another_row_says_so_and_comes_back(tmp_path: Path) -> None:
+    one = replace(made_up(), against="Plain <b>")
+    assert "points over Plain <b> at" in one.summary
+    assert map_from(map_text(one)).against == "Plain <b>"
+    write_map(one, tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    assert "Gain over Plain &lt;b&gt;" in page
+    assert "FedAvg" not in page
+    assert "FedAvg" not in (tmp_path / "map.md").read_text()
 
 
 def test_a_map_is_read_back_as_it_was_written(ships: dict[str, Grid]) -> None:

@@ -18,8 +18,6 @@ from fedstill.experiment.ranking.where import Grid, MapCell
 from fedstill.files import make_folder, write_whole
 from fedstill.report.table_files import csv_text
 
-FLOOR = "FedAvg"
-
 MAPPED = {
     "fedntd": "FedNTD",
     "fedadkd": "FedADKD",
@@ -35,10 +33,10 @@ SUITE = "digits-space"
 
 
 def map_text(one: Grid) -> str:
-    """A map as CSV: a line a run of the method and of FedAvg, with its cell, its score, and where its cell stands."""
+    """A map as CSV: a line a run of the method and of its floor, with its cell, its score, and where that stands."""
     lines = []
     for cell in one.cells:
-        for who, scores in ((one.row, cell.ours), (FLOOR, cell.theirs)):
+        for who, scores in ((one.row, cell.ours), (one.against, cell.theirs)):
             for seed, score in scores.items():
                 there = cell.settings.get(seed)
                 numbers = [getattr(there, name) if there else float("nan") for name in SETTING]
@@ -57,11 +55,11 @@ def map_from(text: str) -> Grid:
         for line in reader:
             own = runs.setdefault(tuple(line[key] for key in axes), {})
             own.setdefault(line["method"], {})[int(line["seed"])] = line
-        (row,) = {who for own in runs.values() for who in own} - {FLOOR}
-        cells = [_cell(axes, values, own[row], own[FLOOR]) for values, own in runs.items()]
+        row, against = dict.fromkeys(who for own in runs.values() for who in own)
+        cells = [_cell(axes, values, own[row], own[against]) for values, own in runs.items()]
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptFile(f"this is no map's table of runs: {type(error).__name__}: {error}") from error
-    return Grid(row, {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes}, cells)
+    return Grid(row, {key: list(dict.fromkeys(cell.values[key] for cell in cells)) for key in axes}, cells, against)
 
 
 def _cell(axes: list[str], values: tuple[str, ...], *by_seed: Mapping[int, Mapping[str, str]]) -> MapCell:

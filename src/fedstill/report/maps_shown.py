@@ -9,7 +9,7 @@ from fedstill.experiment.ranking.where import Grid, MapCell
 from fedstill.report.map_file import MAPPED
 from fedstill.report.markup import Html, folded, html_table, section, sentence
 from fedstill.report.table_files import markdown
-from fedstill.report.where_it_helps import CHANCE, SAYS, cell_table, panels
+from fedstill.report.where_it_helps import CHANCE, cell_table, how_to_read, panels
 
 MAPS = "maps"
 """The section's name."""
@@ -36,7 +36,7 @@ COMMAND = "fedstill rank map METHOD"
 
 def maps_section(maps: Mapping[str, Grid]) -> Html:
     """The section of the page: each method's pictures and cells, and which maps are missing."""
-    parts = [sentence(f"{WHAT} {SAYS}" if maps else WHAT)]
+    parts = [sentence(f"{WHAT} {how_to_read()}" if maps else WHAT)]
     for one in maps.values():
         cells = html_table(*cell_table(one), "numbers wide sortable")
         parts += [sentence(f"{one.summary}."), folded(f"The map of {one.row}, and all its cells", panels(one), cells)]

@@ -21,12 +21,6 @@ PARTS = ("map-of-gains", "map-cells")
 GAINS = ((0.0, "#b2182b"), (0.5, "#f7f7f7"), (1.0, "#2166ac"))
 """Red hurts, blue helps."""
 
-SAYS = (
-    "Colour and number are the gain over FedAvg in points, the mean over seeds paired by seed: blue helps, red hurts."
-    " A ~ stands where not all seeds say the same. Below it FedAvg's own accuracy: where nothing is lost, nothing is to"
-    " be won."
-)
-
 CHANCE = "By chance alone three seeds say the same in one cell of four"
 
 
@@ -44,9 +38,18 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
     return [folder / name for name in texts]
 
 
+def how_to_read(against: str = "FedAvg") -> str:
+    """What colours and numbers are, over the row that gains are over."""
+    return (
+        f"Colour and number are the gain over {against} in points, the mean over seeds paired by seed: blue helps, red"
+        f" hurts. A ~ stands where not all seeds say the same. Below it {against}'s own accuracy: where nothing is lost"
+        ", nothing is to be won."
+    )
+
+
 def cell_table(one: Grid) -> tuple[list[str], list[list[str]]]:
-    """A line a cell: its values, the gain, the range over seeds, and FedAvg's accuracy and what it kept."""
-    head = [*one.axes, "gain [points]", "least and most", "FedAvg [%]", "FedAvg kept [%]"]
+    """A line a cell: its values, the gain, the range over seeds, and the floor's accuracy and what it kept."""
+    head = [*one.axes, "gain [points]", "least and most", f"{one.against} [%]", f"{one.against} kept [%]"]
     return head, [[*map(str, cell.values.values()), *_numbers(cell)] for cell in one.cells]
 
 
@@ -59,7 +62,7 @@ def _numbers(cell: MapCell) -> list[str]:
 
 def _page(one: Grid) -> str:
     title = f"Where {one.row} helps"
-    shown = section("Gain over FedAvg", sentence(SAYS), panels(one), name=PARTS[0])
+    shown = section(f"Gain over {one.against}", sentence(how_to_read(one.against)), panels(one), name=PARTS[0])
     table = section("All cells", html_table(*cell_table(one), "numbers wide sortable"), name=PARTS[1])
     head = f"<header><h1>{escape(title)}</h1><p>{escape(one.summary)}. {CHANCE}.</p></header>"
     return document(title, f"{head}{shown.text}{table.text}")
@@ -73,7 +76,7 @@ def panels(one: Grid) -> Html:
         cells = [c for c in one.cells if value is None or c.values[keys[2]] == value]
         name = "" if value is None else f"{keys[2]} = {value}"
         title = Html(escape(name or f"Where {one.row} helps"))
-        drawn.append(figure([_panel(one, cells)], f"{name} {SAYS}", title, "map"))
+        drawn.append(figure([_panel(one, cells)], f"{name} {how_to_read(one.against)}", title, "map"))
     return grid(drawn, "small")
 
 
@@ -103,5 +106,5 @@ def _panel(one: Grid, cells: Sequence[MapCell]) -> Figure:
 
 
 def _text(cell: MapCell) -> str:
-    """The number of a cell, marked where not all seeds say the same, and FedAvg's own accuracy below it."""
+    """The number of a cell, marked where not all seeds say the same, and the floor's own accuracy below it."""
     return f"{cell.shown}<br>({100 * cell.floor:.0f} %)"

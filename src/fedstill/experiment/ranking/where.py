@@ -1,4 +1,4 @@
-"""Where a method helps: its gain over FedAvg in points, cell by cell, with the fields it ships with."""
+"""Where a method helps: its gain over the suite's floor in points, cell by cell, with the fields it ships with."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_CELLS = 200
 
 @dataclass(frozen=True)
 class MapCell:
-    """One setting: its values by key, the method's and FedAvg's scores by seed, and where FedAvg's runs stand."""
+    """One setting: its values by key, the method's and the floor's scores by seed, and where the floor's runs stand."""
 
     values: Mapping[str, Any]
     ours: Mapping[int, Score]
@@ -67,7 +67,7 @@ class MapCell:
 
     @property
     def floor(self) -> float:
-        """FedAvg's own accuracy, the mean over seeds."""
+        """The floor's own accuracy, the mean over seeds."""
         return statistics.fmean(score.accuracy for score in self.theirs.values())
 
     @property
@@ -77,28 +77,32 @@ class MapCell:
 
     @property
     def sign(self) -> int:
-        """1 where the method is above FedAvg on every seed, -1 where it is below on every seed, 0 else."""
+        """1 where the method is above the floor on every seed, -1 where it is below on every seed, 0 else."""
         return int(min(self.gains) > 0) - int(max(self.gains) < 0)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The cells of a map, and the axes that they are on, rows, columns and panels in this order."""
+    """The cells of a map, and the axes that they are on, rows, columns and panels in this order.
+
+    ``against``: the row over which the gains are.
+    """
 
     row: str
     axes: Mapping[str, Sequence[Any]]
     cells: Sequence[MapCell]
+    against: str = "FedAvg"
 
     @property
     def summary(self) -> str:
-        """How often it helps and hurts, and where most, over which FedAvg, in a sentence."""
+        """How often it helps and hurts, and where most, over what, in a sentence."""
         helps, hurts = (sum(cell.sign == s for cell in self.cells) for s in (1, -1))
         best = max(self.cells, key=lambda cell: cell.gain)
         many = len(self.cells)
         return (
             f"{self.row} helps in {helps} of {many} cells and hurts in {hurts}, on all seeds; in "
             f"{many - helps - hurts} they do not all say the same; most at {best.name}: "
-            f"{100 * best.gain:+.1f} points over FedAvg at {100 * best.floor:.1f} %"
+            f"{100 * best.gain:+.1f} points over {self.against} at {100 * best.floor:.1f} %"
         )
 
 
@@ -124,9 +128,8 @@ def row_to_map(suite: Suite, name: str) -> tuple[Suite, str]:
 def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path, do: Do) -> Grid:
     """The map of a row, when its runs are done; the same call goes on where it was stopped.
 
-    Fields are those chosen in the suite, or the documented ones where nothing is tried; the learning rate is FedAvg's.
-    Raises ConfigError for too many cells, or values
-    that cannot be run.
+    Fields are those chosen in the suite, or the documented ones where nothing is tried; the floor's learning rate.
+    Raises ConfigError for too many cells, or values that cannot be run.
     """
     each = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
     if len(each) > MOST_CELLS:
@@ -142,7 +145,7 @@ def grid_of(suite: Suite, row: str, axes: Mapping[str, Sequence[Any]], out: Path
     done = ended([run for own in runs.values() for run in own], do)
     scores = {who: _by_cell([one for one in done if one.run in own]) for who, own in runs.items()}
     ours, theirs = scores[row], scores[suite.floor]
-    return Grid(row, axes, [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()])
+    return Grid(row, axes, [MapCell(cell, ours[n], theirs[n], standing[n]) for n, cell in named.items()], suite.floor)
 
 
 def _runs(suite: Suite, recipe: Recipe, row: str, columns: Sequence[str], out: Path) -> list[Variant]:
