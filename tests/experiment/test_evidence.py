@@ -99,6 +99,31 @@ def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_befo
     assert (runs / "report.html").is_file()
 
 
+def test_a_report_does_not_hide_the_pack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(runs)
+    packed = evidence.pack(runs)
+    shutil.rmtree(runs)
+    for _ in range(2):
+        assert call(["report", str(runs)]) == 0
+    assert [path.name for path in runs.iterdir()] == ["report.html"]
+    for named in (runs, runs.parent, packed):
+        assert [run.seed for run in find([named])] == [1, 2]
+    assert evidence.restored(runs), "so that runs go on where they were"
+    assert contents(runs) == before
+    assert (runs / "report.html").stat().st_size > 100_000
+    assert [path.name for path in runs.parent.iterdir() if path.name.startswith(".")] == []
+
+
+def test_nothing_is_unpacked_over_what_is_no_folder_of_runs(runs: Path) -> None:
+    packed = evidence.pack(runs)
+    shutil.rmtree(runs)
+    runs.mkdir()
+    (runs / "fedavg").write_text("not a folder")
+    with pytest.raises(RunExists, match="move it away first"):
+        evidence.unpack(packed)
+    assert (runs / "fedavg").read_text() == "not a folder"
+
+
 def test_a_pack_with_other_runs_is_not_lost(runs: Path) -> None:
     packed = evidence.pack(runs)
     before = packed.read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import shutil
 import tarfile
 import tempfile
 from collections.abc import Iterator
@@ -59,12 +60,13 @@ def pack_of(folder: Path) -> Path:
 def readable(path: Path) -> Path:
     """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
 
-    A path that does not exist stands for the pack of that name, or for a folder in the pack of a folder above it.
+    A path that does not exist stands for the pack of that name, or for a folder in the pack of a folder above it; a
+    folder without runs, such as one that holds a report alone, for the pack of its name.
     """
-    if path.is_dir():
-        return path
     if path.name.endswith(SUFFIX) and path.is_file():
         return _cached(path)
+    if path.is_dir() and not _is_packed(path):
+        return path
     for folder in (path, *path.parents):
         if folder.name and pack_of(folder).is_file():
             return _cached(pack_of(folder)) / path.relative_to(folder)
@@ -78,25 +80,43 @@ def _cached(packed: Path) -> Path:
 def packs_below(folder: Path) -> Iterator[Path]:
     """The packs in a folder, and in those below it, whose runs are not there unpacked as well."""
     for packed in sorted(folder.rglob(f"*{SUFFIX}")):
-        if not packed.with_name(packed.name.removesuffix(SUFFIX)).is_dir():
+        if _is_packed(packed.with_name(packed.name.removesuffix(SUFFIX))):
             yield packed
 
 
+def _is_packed(folder: Path) -> bool:
+    """Whether a folder's runs are in its pack alone."""
+    return bool(folder.name) and pack_of(folder).is_file() and not _holds_runs(folder)
+
+
+def _holds_runs(folder: Path) -> bool:
+    return next(_evidence(folder), None) is not None
+
+
 def unpack(packed: Path) -> Path:
-    """Write a pack's files to the folder that was packed; raises RunExists if that folder holds anything."""
+    """Write a pack's files to the folder that was packed, beside what it holds; raises RunExists if it holds runs."""
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
         raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
     folder = packed.with_name(packed.name.removesuffix(SUFFIX))
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or _holds_runs(folder)):
         raise RunExists(f"{folder} is there already; move it away first")
-    if folder.exists():
-        folder.rmdir()
-    return _unpacked(packed, folder)
+    if not folder.exists():
+        return _unpacked(packed, folder)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as place:
+        made = _unpacked(packed, Path(place) / "runs")
+        for own in folder.rglob("*"):
+            there = made / own.relative_to(folder)
+            if there.exists() and (own.is_file() or there.is_file()):
+                raise RunExists(f"{own} is where {packed} has runs; move it away first")
+        shutil.copytree(folder, made, dirs_exist_ok=True)
+        folder.rename(Path(place) / "before")
+        made.rename(folder)
+    return folder
 
 
 def restored(folder: Path) -> bool:
-    """Unpack a folder's pack if the folder is not there, so that its runs can go on; whether that was done."""
-    if folder.exists() or not pack_of(folder).is_file():
+    """Unpack a folder's pack if its runs are in that alone, so that they can go on; whether that was done."""
+    if not _is_packed(folder):
         return False
     unpack(pack_of(folder))
     return True
