@@ -204,6 +204,26 @@ def test_by_lack_it_asks_for_all_that_it_lacks(local: Path) -> None:
     assert ask(local, 0, {"by": ("lack",)}, CHANGES).query == lacks
 
 
+def test_by_need_it_asks_for_what_is_named_whatever_it_has(
+    local: Path, lacking: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lacks, has = lacking
+    few = [w for k, v in CHANGES.items() for w in ("-s", f"{k}={v}")]
+    out = local.parent / "needed.safetensors"
+    named = ["--by", "need", "--need", f"{lacks},{has}"]
+    assert call(["query", str(local), "--client", "0", *named, "--out", str(out), *few]) == 0
+    said = capsys.readouterr().out
+    for c in lacking:
+        assert f"{c} ({c}): will need it" in said
+    needed = ask(local, 0, {"by": ("need",), "needs": {"0": lacking}}, CHANGES)
+    assert needed.query == tuple(sorted(lacking))
+    assert needed.why == {c: {"need": 1} for c in lacking}
+    written = ask(local, 0, lacking, {**CHANGES, "query.fewer_than": 1000})
+    assert (written.before, written.after) == (needed.before, needed.after)
+    both = ask(local, 0, {"by": ("lack", "need"), "needs": {"0": (has,)}}, CHANGES)
+    assert set(both.query) == {*ask(local, 0, {"by": ("lack",)}, CHANGES).query, has}
+
+
 def test_a_later_query_goes_on_from_the_model_of_the_one_before_with_new_data(
     local: Path, lacking: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -244,6 +264,11 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
         (["--by", "accuracy"], "--by accuracy and --under go together"),
         (["--by", "lack", "--under", "0.5"], "--by accuracy and --under go together"),
         (["--by", "luck"], "query.by = 'luck'"),
+        (["--by", "need"], "--by need and --need go together"),
+        (["--by", "lack", "--need", "7"], "--by need and --need go together"),
+        (["--by", "need", "--need", "17"], "there is no class 17"),
+        (["--by", "need", "--need", "seven"], "seven"),
+        (["--by", "need", "--need", "7", "-s", "query.needs={1=[7]}"], "no class is named that it will need"),
         (["--by", "lack", "-s", "query.by=lack", "--student", "none.safetensors"], "there is no model file none"),
         (["--by", "lack", "--new-data", "nowhere"], "nowhere"),
     ],

@@ -22,6 +22,7 @@ def query(
     classes: Names = (),
     by: Names = (),
     under: Under | None = None,
+    need: Names = (),
     student: Path | None = None,
     new_data: str | None = None,
     teachers: Names = (),
@@ -34,8 +35,10 @@ def query(
         run: The run's directory; its clients must have trained alone (method local_only).
         client: The client that asks.
         classes: The classes that it asks for, by number or name, e.g. 7,9.
-        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model is too often wrong).
+        by: Instead of classes, what is reason to ask: lack (too few examples), accuracy (its model is too often wrong),
+            need (it will need the class).
         under: By accuracy: it asks for classes on which its model is less accurate, on examples that it holds out.
+        need: By need: the classes that it will need and asks for, whatever it has of them, by number or name, e.g. 7,9.
         student: The file of the model that the client has by now, e.g. of an earlier query; unset, the run's.
         new_data: A data set or folder with new examples of the client, on which it first trains alone again.
         teachers: Model files that may teach too, in addition to the run's clients.
@@ -53,7 +56,10 @@ def query(
         raise ConfigError("name what the client asks for with --classes, or what is reason to ask with --by")
     if ("accuracy" in by) != (under is not None):
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
+    if ("need" in by) != bool(need):
+        raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
     reason = {"by": by, **({"accuracy_under": under} if under else {})}
+    reason |= {"needs": {str(client): tuple(numbered(run, need))}} if need else {}
     asked = reason if by else numbered(run, classes)
     later = Later(student, load_dataset(new_data) if new_data else None)
     answered = ask(run, client, asked, parse_overrides(set_), [Path(t) for t in teachers], later=later)

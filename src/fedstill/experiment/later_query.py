@@ -144,6 +144,7 @@ def _by(settings: Settings) -> str:
     told["lack"] = f"it has {table.fewer_than} examples or more of each class that another client has"
     share = f"{100 * (table.accuracy_under or 0):g} %"
     told["accuracy"] = f"its model is right on {share} or more of each class that it holds out"
+    told["need"] = "no class is named that it will need"
     chosen: Sequence[str] = table.triggers
     return " and ".join(told[name] for name in chosen)
 
