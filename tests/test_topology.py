@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from fedstill.errors import ConfigError
@@ -39,6 +40,20 @@ def test_sampling_is_uniform() -> None:
             counts[client] += 1
     expected = rounds * 5 / 20
     assert sum((c - expected) ** 2 / expected for c in counts) < 45, "chi-square, 19 degrees of freedom"
+
+
+def test_the_official_cohorts_are_those_of_fedntds_code_whatever_the_seed() -> None:
+    for clients, many in ((100, 10), (200, 10), (16, 16)):
+        for r in (1, 2, 77, 200):
+            np.random.seed(r - 1)  # its rounds count from 0
+            theirs = np.random.choice(clients, many, replace=False).tolist()
+            for seed in (3, 4):
+                assert sample(Small(clients, seed=seed), r, many, "official") == theirs
+    assert sample(Small(100), 200, 10, "official") == [51, 87, 30, 25, 49, 57, 37, 52, 56, 29]
+    (stage,) = Parallel(sampled=10, cohorts="official")(200, Small(100))
+    assert stage.clients == (25, 29, 30, 37, 49, 51, 52, 56, 57, 87)
+    chain = Sequential(sampled=10, cohorts="official")(200, Small(100))
+    assert [s.clients[0] for s in chain] == [51, 87, 30, 25, 49, 57, 37, 52, 56, 29]
 
 
 def test_by_default_ten_or_all() -> None:

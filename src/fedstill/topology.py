@@ -1,6 +1,7 @@
 """Topologies: which clients act in which stage of a round. Schedules, nothing else.
 
-Who is sampled is a pure function of the run's seed and the round: it cannot depend on who answered.
+Who is sampled is a pure function of the run's seed and the round, or of the round alone: it cannot depend on who
+answered.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 
 from fedstill.errors import ConfigError
@@ -31,13 +33,22 @@ class Topology(Protocol):
         """The stages of a round (1 is the first), numbered from 0."""
 
 
-def sample(world: World, round: int, count: int | None) -> list[int]:
-    """Distinct clients of a round in the order drawn, uniformly by key; by default ten, or all if there are fewer.
+Cohorts = Literal["official"] | None
 
-    Clients that are not there in the round's task are passed over.
+
+def sample(world: World, round: int, count: int | None, cohorts: Cohorts = None) -> list[int]:
+    """Distinct clients of a round in the order drawn, uniformly; by default ten, or all if there are fewer.
+
+    cohorts: None, drawn by key from the run's seed; "official", by the round alone, as FedNTD's code does. Clients
+    that are not there in the round's task are passed over.
+
+    Source: "official", ``BaseServer._client_sampling`` of Lee-Gihun/FedNTD: NumPy seeded with the round, from 0.
     """
-    draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
-    order = torch.randperm(world.clients, generator=draw)
+    if cohorts == "official":
+        order = torch.from_numpy(np.random.RandomState(round - 1).permutation(world.clients))
+    else:
+        draw = generator(seed_for(world.seed, round, 0, SERVER, "sample"))
+        order = torch.randperm(world.clients, generator=draw)
     if world.stream.tasks > 1:
         there = torch.zeros(world.clients, dtype=torch.bool)
         there[world.stream.present(round)] = True
@@ -50,6 +61,8 @@ def sample(world: World, round: int, count: int | None) -> list[int]:
 class _Sampled:
     sampled: Count | None = None
     """Clients a round; unset, ten, or all where there are fewer."""
+    cohorts: Cohorts = None
+    """Whose draws of clients: unset, the run's seed's; "official", those of FedNTD's code, the same for every seed."""
     task_end: str | None = None
     """A stage of this name follows the last round of every task, for all clients that are there; without [stream] the
     last round's."""
@@ -60,7 +73,7 @@ class _Sampled:
     def drawn(self, round: int, world: World) -> list[int]:
         if self.sampled is not None and self.sampled > world.clients:
             raise ConfigError(f"topology.sampled = {self.sampled} is more than the {world.clients} clients there are")
-        return sample(world, round, self.sampled)
+        return sample(world, round, self.sampled, self.cohorts)
 
     def ending(self, round: int, world: World) -> list[Stage]:
         """The stage of a task's end, in a round with which one ends; it stands before those of the run's end."""

@@ -172,6 +172,17 @@ def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str) -> None:
 
 
 @SUM_AND_MEAN
+def test_phase_one_of_qkt_light_may_take_the_teachers_otherwise_than_phase_two(over: str) -> None:
+    other = {"sum": "mean", "mean": "sum"}[over]
+    fields = {"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over, "phase1_over": other}
+    prepared = ready(fields)
+    plain, first, (_, students) = Plain(prepared, over == "mean"), Plain(prepared, other == "mean"), ends(prepared)
+    for c, params in students.items():
+        phase1 = first.last(first.local[c], c, 1, first.naive(c))
+        check(params, plain.refined(phase1, c, 2, plain.local[c]).state_dict())
+
+
+@SUM_AND_MEAN
 def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined(over: str) -> None:
     prepared = ready({"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)

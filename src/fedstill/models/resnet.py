@@ -42,7 +42,8 @@ def resnet18(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Net
     statistics.
 
     Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with ``norm = "batch"``).
-    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one.
+    Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one. Weights are drawn as layers of torch
+    draw them; torchvision's networks of this name draw those of convolutions from a normal distribution.
     """
     return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm)
 
