@@ -37,6 +37,7 @@ def test_a_cell_may_print_several_measures(capsys: pytest.CaptureFixture[str], t
     said = " ".join(capsys.readouterr().out.split())
     for number in ("74.6", "78.0", "-16.8", "74.3"):
         assert number in said
+    assert "holds none of these runs" in said
 
 
 def test_a_table_of_four_measures_is_printed_whole(

@@ -67,6 +67,8 @@ def reproduce(
     chosen = paper_table.cells(cells)
     runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder, here=not table)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
+    if table and not any(run.folder.is_dir() for run in runs):
+        screen.print(f"{folder} holds none of these runs; without --table they are done.")
     for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
         screen.print(line)
     for line in reproduced.apart_from(paper_table, chosen, runs, against) if against else ():
