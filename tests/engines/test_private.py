@@ -208,6 +208,23 @@ def test_at_a_site_each_step_counts_with_the_rate_that_it_had(tmp_path: Path) ->
     assert desk.noised_steps(4) == Counter({1.0: 11}), "noted without a rate: the worst"
 
 
+@pytest.mark.parametrize("cached", [1, 7, 40, 10**9])
+def test_large_gradients_in_parts_give_the_sum_of_the_clipped(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    monkeypatch.setattr("fedstill.engines.private.CACHED", cached)
+    grads = {"w": torch.randn(5, 3, 4, generator=generator(1)), "b": torch.randn(5, 3, generator=generator(2))}
+    grads["s"] = torch.randn(5, generator=generator(3))
+    grads["w"][2, 1, 1], grads["b"][4, 0] = math.nan, math.inf
+    like = {k: torch.zeros(v.shape[1:], dtype=torch.float64) for k, v in grads.items()}
+    mean = noised_mean(grads, like, Private(0.5, 0.0), 4.0, generator(0))
+    wanted = {k: torch.zeros_like(v) for k, v in like.items()}
+    for i in (0, 1, 3):
+        each = {k: v[i].double() for k, v in grads.items()}
+        size = math.sqrt(sum(float((g**2).sum()) for g in each.values()))
+        wanted = {k: wanted[k] + each[k] * min(1.0, 0.5 / size) / 4 for k in like}
+    for k, value in wanted.items():
+        assert torch.allclose(mean[k], value, rtol=1e-14, atol=1e-16)
+
+
 def test_no_example_moves_a_step_by_more_than_its_clip() -> None:
     grads = {"w": torch.tensor([[3.0, 4.0], [0.03, 0.04], [math.nan, 1.0], [math.inf, 0.0]])}
     still = noised_mean(grads, {"w": torch.zeros(2)}, Private(0.5, 0.0), 1.0, generator(0))["w"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,10 @@ def _taken(n: int, rate: float, order: torch.Generator | None) -> Tensor:
     return torch.from_numpy((words >> np.uint64(11)).astype(np.float64) * 2.0**-53 < rate)
 
 
+CACHED = 1 << 20
+"""Numbers of float64 that are worked on at once. Of a large network the gradients of a batch have many times as many,
+and going to memory for them takes longer than computing."""
+
 Objective = Callable[[Tensors, Tensor, Tensor, Tensor, Tensor], dict[str, Tensor]]
 """(trained entries, inputs (1, ...), labels (1,), positions (1,), rows (1,)) to the terms of its objective."""
 
@@ -89,10 +93,7 @@ def noised_mean(gradients: Tensors, like: Tensors, how: Private, size: float, dr
     factor = _factors(gradients, how.clip) if gradients else torch.zeros(0)
     out = {}
     for name, entry in like.items():
-        total = torch.zeros(entry.shape, dtype=torch.float64)
-        if gradients:
-            clean = torch.nan_to_num(gradients[name].detach().double(), 0.0, 0.0, 0.0)
-            total = torch.einsum("b,b...->...", factor.to(clean.device), clean).cpu()
+        total = _weighted(gradients[name].detach(), factor) if gradients else torch.zeros(entry.shape)
         shape = tuple(entry.shape)
         drawn = secret_normal(shape) if how.secret else torch.randn(shape, generator=draws, dtype=torch.float64)
         out[name] = ((total + how.noise * how.clip * drawn) / size).to(entry)
@@ -101,9 +102,27 @@ def noised_mean(gradients: Tensors, like: Tensors, how: Private, size: float, dr
 
 def _factors(gradients: Tensors, clip: float) -> Tensor:
     """What each example's gradient is multiplied by, (B,) float64: no norm is above ``clip`` after it."""
-    squares = torch.stack([g.detach().double().flatten(1).square().sum(1) for g in gradients.values()]).sum(0)
-    norms = squares.sqrt()
+    norms = torch.stack([_squares(g.detach()) for g in gradients.values()]).sum(0).sqrt()
     return torch.where(norms.isfinite(), clip / norms.clamp(min=clip), 0.0)
+
+
+def _squares(gradients: Tensor) -> Tensor:
+    """The squared norms (B,) of gradients (B, ...), in float64."""
+    return torch.stack([some.double().square().sum(1) for some in _in_cache(gradients)]).sum(0)
+
+
+def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
+    """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever the gradient is."""
+    own, parts = factor.to(gradients.device), []
+    for some in _in_cache(gradients):
+        known = some.double() if bool(factor.all()) else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
+        parts.append(own @ known)
+    return torch.cat(parts).view(gradients.shape[1:]).cpu()
+
+
+def _in_cache(gradients: Tensor) -> Sequence[Tensor]:
+    """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache holds."""
+    return gradients.reshape(len(gradients), -1).split(max(1, CACHED // len(gradients)), 1)
 
 
 def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
