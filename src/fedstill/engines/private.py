@@ -122,7 +122,7 @@ def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
 
 def _in_cache(gradients: Tensor) -> Sequence[Tensor]:
     """Gradients (B, ...) as (B, N), N at a time: in float64 about as many as the processor's cache holds."""
-    return gradients.reshape(len(gradients), -1).split(max(1, CACHED // len(gradients)), 1)
+    return torch.split(gradients.reshape(len(gradients), -1), max(1, CACHED // len(gradients)), 1)
 
 
 def rate_and_steps(n: int, plan: Plan) -> tuple[float, int]:
