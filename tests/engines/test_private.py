@@ -292,6 +292,13 @@ def test_what_would_tell_more_is_one_clear_line(changes: dict[str, object], says
         prepare(settle(private(**changes)), toys.blobs())
 
 
+def test_hardly_any_noise_costs_much_and_warns_of_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    epsilon = training_epsilon(0.1, {0.1: 400}, 1e-5)
+    assert epsilon is not None
+    assert epsilon > 1e4
+    assert [str(w.message) for w in recwarn if "order" in str(w.message)] == []
+
+
 def test_epsilon_is_that_of_other_accountants() -> None:
     """At sampling of all it is the Gaussian mechanism, whose epsilon is exact; Rényi orders give a bound above it."""
     from opacus.accountants import PRVAccountant
