@@ -6,7 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 LISTS = frozenset(
-    {"--methods", "--seeds", "--cells", "--classes", "--teachers", "--track", "--by", "--initial", "--class-tasks"}
+    {
+        "--by",
+        "--cells",
+        "--class-tasks",
+        "--classes",
+        "--initial",
+        "--methods",
+        "--need",
+        "--seeds",
+        "--teachers",
+        "--track",
+    }
 )
 """Options whose value is a list with commas."""
 
