@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -15,6 +16,7 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.experiment.run_directory.evidence import readable
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report.groups import groups
 from fedstill.report.leaks import leak_rows
@@ -101,6 +103,22 @@ def test_each_interval_of_the_claims_is_a_paired_difference_of_two_rows() -> Non
     folders = {place(command) for command, _ in [*TABLES, *COMPARED]}
     assert len(said) > 20
     assert sorted(said - {d for folder in folders for d in differences(folder)}) == []
+
+
+def test_fedadkds_lead_at_full_size_is_what_the_page_says_of_it() -> None:
+    folder = readable(ROOT / "results" / "fedadkd-table2-full")
+    by_round = {}
+    for method in ("FedNTD", "FedADKD"):
+        events = read_journal(folder / f"CIFAR-10_.1_{method}" / "seed1" / "journal.jsonl")
+        by_round[method] = [100 * e["accuracy"] for e in events if e["event"] == "round"]
+    lead = [ours - theirs for ours, theirs in zip(by_round["FedADKD"], by_round["FedNTD"], strict=True)]
+    assert len(lead) == 200
+    assert min(lead[100:]) > 0
+    quarters = [f"{statistics.fmean(lead[start : start + 50]):.1f}" for start in range(0, 200, 50)]
+    assert "{} points on average over the first fifty, {}, {} and {} over".format(*quarters) in " ".join(PAGE.split())
+    assert f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds (the paper: 1.6)" in PAGE
+    ends = [f"{statistics.fmean(by_round['FedADKD'][end - 10 : end]):.1f}" for end in (25, 50, 100, 150, 200)]
+    assert f"By rounds: {', '.join(ends)}." in " ".join(PAGE.split())
 
 
 def differences(folder: str) -> Iterator[tuple[str, str, str]]:

@@ -113,9 +113,9 @@ def _squares(gradients: Tensor) -> Tensor:
 
 def _weighted(gradients: Tensor, factor: Tensor) -> Tensor:
     """The sum of gradients (B, ...) times factors (B,), in float64; where a factor is 0, whatever the gradient is."""
-    own, parts = factor.to(gradients.device), []
+    own, finite, parts = factor.to(gradients.device), bool(factor.all()), []
     for some in _in_cache(gradients):
-        known = some.double() if bool(factor.all()) else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
+        known = some.double() if finite else torch.nan_to_num(some.double(), 0.0, 0.0, 0.0)
         parts.append(own @ known)
     return torch.cat(parts).view(gradients.shape[1:]).cpu()
 
