@@ -134,6 +134,51 @@ def test_differences_to_a_row_are_paired_by_seed(
     assert "there is no row 'FedProx' among the cells; name one of FedAvg, FedNTD, FedADKD" in capsys.readouterr().err
 
 
+def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a recomputation from the journals of two tables that differ in their rounds and nothing else."""
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "200")
+    short, long = RESULTS / "sfedkd-table1-cifar10-reduced", RESULTS / "sfedkd-table1-cifar10-longer"
+    reduced = ["data.train_size=10000", "data.test_size=2000", "topology.clients=50", "model=lenet5"]
+    words = ["reproduce", "sfedkd/table1", "--table", "--rounds", "480", "--out", str(long)]
+    words += [*(w for value in reduced for w in ("-s", value)), "--cells", "FedAvg:CIFAR-10 2/.5,SFedKD:CIFAR-10 2/.5"]
+
+    def last_ten(folder: Path, row: str, end: int) -> list[float]:
+        journals = [
+            evidence.readable(folder) / f"CIFAR-10_2-.5_{row}" / f"seed{s}" / "journal.jsonl" for s in (1, 2, 3)
+        ]
+        events = [[json.loads(line) for line in journal.read_text().splitlines()] for journal in journals]
+        by_round = [{e["round"]: e["accuracy"] for e in each if e["event"] == "round"} for each in events]
+        return [100 * float(np.mean([curve[n] for n in range(end - 9, end + 1)])) for curve in by_round]
+
+    def said(one: list[float], other: list[float]) -> list[str]:
+        low, high = stats.ttest_rel(one, other).confidence_interval(0.95)
+        return [f"{np.mean(np.subtract(one, other)):+.1f}", f"{low:+.1f}", "to", f"{high:+.1f}"]
+
+    assert call([*words, "--beside", str(short)]) == 0
+    printed = capsys.readouterr().out
+    assert "SFedKD, CIFAR-10 2/.5: rounds = 480, there 120" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last 10")]
+    assert line.split()[5:9] == said(last_ten(long, "SFedKD", 480), last_ten(short, "SFedKD", 120))
+    assert call([*words, "--beside", str(short), "--against", "FedAvg"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last")]
+    assert line.split()[5:9] == said(last_ten(long, "SFedKD", 480), last_ten(short, "FedAvg", 120))
+
+    assert call([*words, "--at", "120,240,500", "--against", "FedAvg"]) == 0
+    lines = [x.split() for x in capsys.readouterr().out.splitlines() if x.startswith("SFedKD, CIFAR-10 2/.5  ")][-3:]
+    ours, base = last_ten(long, "SFedKD", 240), last_ten(long, "FedAvg", 240)
+    assert lines[1][3:] == [
+        "240", f"{np.mean(ours):.1f}", "±", f"{np.std(ours, ddof=1):.1f}", "3", *said(ours, base), "told", "apart"
+    ]  # fmt: skip
+    assert lines[2][3:6] == ["500", "–", "0"]
+    assert call([*words, "--at", "0"]) == 2
+    assert "rounds are counted from 1" in capsys.readouterr().err
+    assert call([*words, "--beside", str(RESULTS / "fedadkd-alpha-five")]) == 2
+    assert "holds no run of these rows" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_table_says_which_queries_had_no_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     smaller = ["data.train_size=300", "data.test_size=60", "model=digits_cnn", "plan.epochs=1", "query.fewer_than=5"]
     words = ["reproduce", "qkt/table20", "--data", "digits", "--seeds", "1", "-q", "--out", str(tmp_path)]

@@ -48,6 +48,7 @@ _FLAG = Parameter(negative="", show_default=False)
 
 Names = Annotated[tuple[str, ...], _LIST, Parameter(metavar="A,B,...")]
 Seeds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="1,2,...")]
+Rounds = Annotated[tuple[int, ...], _LIST, Parameter(metavar="50,100,...")]
 Grid = Annotated[tuple[str, ...], _REPEATED, Parameter(metavar="KEY=A,B,...")]
 Settings = Annotated[tuple[str, ...], _REPEATED, Parameter(name=["--set", "-s"], metavar="KEY=VALUE")]
 Jobs = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter, validators
 
-from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Settings, app
+from fedstill.cli.app import Flag, Jobs, Names, Overwrite, Quiet, Rounds, Settings, app
 from fedstill.cli.comparisons import carry_out
 
 Text = Annotated[str, Parameter(show_default=False)]
@@ -27,6 +28,8 @@ def reproduce(
     set_: Settings = (),
     table: Flag = False,
     against: str = "",
+    beside: Path | None = None,
+    at: Rounds = (),
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> int:
@@ -45,32 +48,42 @@ def reproduce(
         set_: A value over the recipe's, as key=value, e.g. -s data.train_size=10000. May be repeated.
         table: Run nothing; print the table of what is there.
         against: Also print how far each row is from this one, paired by seed, with a 95 % interval.
+        beside: Other runs of this table, made with other settings: print how far each row is from the row of its name
+            there, or from the row --against there.
+        at: Also print each row at these rounds, as the mean of the ten that end there, e.g. --at 50,100,200.
         overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing import recipes
     from fedstill.experiment.config.overrides import parse_overrides
     from fedstill.experiment.run_directory.evidence import readable
-    from fedstill.report import reproduced, terminal
+    from fedstill.report import reproduced, row_differences, terminal
 
-    screen = terminal.console()
     if not recipe:
-        rows = [(name, recipes.load_recipe(name).paper) for name in recipes.recipe_names()]
-        terminal.console(sentences=True).print(terminal.table(["recipe", "what it is"], rows, words=2))
-        return 0
+        return _list_recipes()
+    screen = terminal.console()
     paper_table = recipes.load_recipe(recipe)
-    changes = parse_overrides(set_)
-    changes |= {"rounds": rounds} if rounds is not None else {}
+    changes = parse_overrides(set_) | ({"rounds": rounds} if rounds is not None else {})
     changes |= {"data.name": data} if data else {}
     folder = out or paper_table.folder(changes)
     folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
-    runs = paper_table.variants(chosen, range(1, seeds + 1), changes, folder, here=not table)
+    in_folder = partial(paper_table.variants, chosen, range(1, seeds + 1), changes)
+    runs = in_folder(folder, here=not table)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
     if table and not any(run.folder.is_dir() for run in runs):
         screen.print(f"{folder} holds none of these runs; without --table they are done.")
-    for line in reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width):
-        screen.print(line)
-    for line in reproduced.apart_from(paper_table, chosen, runs, against) if against else ():
+    others = () if beside is None else in_folder(readable(beside), here=False)
+    apart = row_differences.asked_for(paper_table, chosen, runs, against, beside, others, at)
+    for line in (*reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width), *apart):
         screen.print(line)
     return code
+
+
+def _list_recipes() -> int:
+    from fedstill.experiment.comparing.recipes import load_recipe, recipe_names
+    from fedstill.report import terminal
+
+    rows = [(name, load_recipe(name).paper) for name in recipe_names()]
+    terminal.console(sentences=True).print(terminal.table(["recipe", "what it is"], rows, words=2))
+    return 0

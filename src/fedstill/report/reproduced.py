@@ -9,7 +9,6 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from fedstill.errors import ConfigError
 from fedstill.experiment.comparing.recipes import Published, Recipe
 from fedstill.experiment.comparing.standing import other_settings
 from fedstill.experiment.comparing.variants import Variant
@@ -55,11 +54,11 @@ def paper_tables(
         yield Text(f"{len(others)} of these runs have OTHER SETTINGS than the recipe has now: {keys}.")
     for column in dict.fromkeys(c for _, c in cells):
         yield Text(f"\n{column}", style="bold")
-        rows, summaries = [r for r, c in cells if c == column], _found(runs)
+        rows, summaries = [r for r, c in cells if c == column], summaries_by_cell(runs)
         long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
         yield from parts(_head(recipe, long), _rows(recipe, column, rows, summaries, long), width)
         asked = any(m.startswith("query_") for m in recipe.measures)
-        if said := untaught({row: _runs(row, column, runs) for row in rows if asked}):
+        if said := untaught({row: runs_of_cell(row, column, runs) for row in rows if asked}):
             yield Text(said)
         for row in rows:
             for text in [s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")]:
@@ -75,54 +74,6 @@ def paper_tables(
             yield table(("", "", *(f"client {c}" for c in range(count))), lines, words=2)
 
 
-def apart_from(
-    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], against: str
-) -> Iterator[RenderableType]:
-    """For every column, how far each row is from the row ``against``, paired by seed, with a 95 % interval.
-
-    Raises ConfigError if no column has such a row.
-    """
-    if against not in {row for row, _ in cells}:
-        raise ConfigError(
-            f"there is no row {against!r} among the cells; name one of {', '.join({r: 0 for r, _ in cells})}"
-        )
-    summaries = _found(runs)
-    yield Text(f"\nDifferences to {against}, in points, with the 95 % interval of differences paired by seed")
-    head = ("", "", "ours", "95 % interval", "seeds", "", "paper")
-    lines = [
-        _difference(recipe, summaries, row, against, column, measure)
-        for column in dict.fromkeys(c for _, c in cells)
-        for row in (r for r, c in cells if c == column and r != against)
-        for measure in _measures(recipe, summaries)
-    ]
-    yield table(head, lines, words=2)
-
-
-def _measures(recipe: Recipe, summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
-    return [recipe.measures[0], *([LAST_TEN] if long else []), *recipe.measures[1:]]
-
-
-def _difference(
-    recipe: Recipe,
-    summaries: Mapping[str, Sequence[Mapping[str, Any]]],
-    row: str,
-    against: str,
-    column: str,
-    measure: str,
-) -> list[str]:
-    one, other = (by_seed(summaries.get(f"{r} | {column}", []), measure) for r in (row, against))
-    apart = paired_difference(one, other)
-    printed = [recipe.published.get((r, column), Published()).values.get(measure) for r in (row, against)]
-    theirs = NONE if None in printed else f"{printed[0] - printed[1]:+.1f}"  # type: ignore[operator]
-    title = "last 10" if measure == LAST_TEN else COLUMN_TITLES.get(measure, measure)
-    if apart is None:
-        return [f"{row}, {column}", title, NONE, NONE, "0", "", theirs]
-    interval = NONE if apart.pairs < 2 else f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}"
-    said = "" if apart.pairs < 2 else "told apart" if apart.told_apart else "not told apart"
-    return [f"{row}, {column}", title, f"{100 * apart.mean:+.1f}", interval, str(apart.pairs), said, theirs]
-
-
 def by_seed(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[int, float]:
     """{seed: a number of the run's summary}, of the runs that have it."""
     return {s["seed"]: s[measure] for s in runs if s.get(measure) is not None}
@@ -130,7 +81,7 @@ def by_seed(runs: Sequence[Mapping[str, Any]], measure: str) -> dict[int, float]
 
 def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[Variant]) -> Iterator[list[str]]:
     for row in rows:
-        own = _runs(row, column, runs)
+        own = runs_of_cell(row, column, runs)
         for key, printed in recipe.published.get((row, column), Published()).measured.items():
             curves = [run.curve(key) for run in own]
             ours = spread([curve[max(curve)] for curve in curves if curve])
@@ -138,7 +89,7 @@ def _measured(recipe: Recipe, column: str, rows: Sequence[str], runs: Sequence[V
             yield [row, key.replace("/", " "), said, f"{printed:.3f}", str(ours.runs if ours else 0)]
 
 
-def _runs(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
+def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
     """The finished runs of a cell."""
     own = [v.folder for v in runs if v.label == f"{row} | {column}"]
     return [read_run(folder) for folder in own if (folder / "summary.json").is_file()]
@@ -158,7 +109,8 @@ def _head(recipe: Recipe, long: bool) -> list[str]:
     return [*head, *(f"{title} {whose}" for title in others for whose in ("ours", "paper")), "seeds"]
 
 
-def _found(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
+def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, Any]]]:
+    """{"ROW | COLUMN": the summaries of its finished runs}."""
     summaries: dict[str, list[Mapping[str, Any]]] = {}
     for run in runs:
         path = run.folder / "summary.json"

@@ -46,6 +46,12 @@ def other_settings(variant: Variant) -> list[str]:
     return sorted(other - unsaid(tomllib.loads(config.read_text())))
 
 
+def as_settled(folder: Path) -> dict[str, Any]:
+    """Every value of an existing run by dotted key, but those of which its config says nothing."""
+    unknown = unsaid(tomllib.loads((folder / "config.toml").read_text()))
+    return {k: v for k, v in flat(settings_of(folder).tree).items() if k not in unknown}
+
+
 def other_files(variant: Variant) -> list[str]:
     """The names of the user's own files that are not those with which the run in a variant's folder began."""
     try:
