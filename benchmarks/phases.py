@@ -3,6 +3,7 @@
 ``python -m benchmarks.phases FOLDER ...``: folders of runs that differ in their seed, e.g. a row of ``results/``. The
 mean over clients that asked: accuracy gained on the classes asked for, accuracy lost on the client's own (both against
 its model before phase 1), and the training objective in the last epoch. "No peer": how many clients had no teacher.
+What the second phase adds is paired by seed: the mean over a seed's clients, with the 95 % interval over seeds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from fedstill.fitting import FIT
 from fedstill.metrics import class_accuracy, query_accuracy_gain, query_forgetting
+from fedstill.metrics.ranks import paired_difference
 from fedstill.report import terminal
 from fedstill.report.runs import Run, find
 
@@ -27,7 +29,7 @@ def clients(run: Run) -> Iterator[dict[str, Any]]:
     for answer in run.rounds[-1].get("answers") or ():
         c, counts = answer["client"], run.label_counts[answer["client"]]
         before = class_accuracy(events[FIT, c]["correct_by_class"], run.start["test_counts"])
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = {"seed": run.seed}
         for phase in (p for p in PHASES if (p, c) in events):
             event = events[phase, c]
             after = class_accuracy(event["correct_by_class"], run.start["test_counts"])
@@ -60,6 +62,20 @@ def by_teachers(asked: Sequence[dict[str, Any]]) -> list[str]:
     return cells
 
 
+def added(asked: Sequence[dict[str, Any]]) -> list[str]:
+    """A line: what phase 2 adds to gain and to loss, in points, with the interval over seeds; how many seeds."""
+    cells, seeds = [], sorted({a["seed"] for a in asked if set(PHASES) <= a.keys()})
+    for i in range(2):
+        first, second = ({s: fmean(a[p][i] for a in asked if a["seed"] == s and p in a) for s in seeds} for p in PHASES)
+        apart = paired_difference(second, first)
+        if apart is None:
+            cells += ["–", "–"]
+            continue
+        interval = f"{100 * apart.low:+.1f} to {100 * apart.high:+.1f}" if apart.pairs > 1 else "–"
+        cells += [f"{100 * apart.mean:+.1f}", interval]
+    return [*cells, str(len(seeds))]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -70,3 +86,6 @@ if __name__ == "__main__":
     screen.print("\nclients: gain / loss [%], by the number of teachers")
     lines = [[name.removeprefix("results/"), *by_teachers(a)] for name, a in given.items()]
     screen.print(terminal.table(("", "one", "two", "three", "four or more"), lines))
+    screen.print("\nwhat phase 2 adds, in points, paired by seed")
+    lines = [[name.removeprefix("results/"), *added(asked)] for name, asked in given.items()]
+    screen.print(terminal.table(("", "gain", "95 % interval", "loss", "95 % interval", "seeds"), lines))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import statistics
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -34,6 +37,7 @@ MEASURES = (
     "query_average_accuracy",
 )
 INTERVAL = re.compile(r"([+-]\d+\.\d), ([+-]\d+\.\d) to ([+-]\d+\.\d)")
+ENDS = re.compile(r"([+-]\d+\.\d) to ([+-]\d+\.\d)")
 LABELS = {"central": "fedavg"}
 """Rows that the page calls by another name than the report: FedAvg with all data in one place."""
 
@@ -103,6 +107,33 @@ def test_each_interval_of_the_claims_is_a_paired_difference_of_two_rows() -> Non
     folders = {place(command) for command, _ in [*TABLES, *COMPARED]}
     assert len(said) > 20
     assert sorted(said - {d for folder in folders for d in differences(folder)}) == []
+
+
+def test_each_interval_of_the_text_is_one_of_two_rows_or_stands_in_a_block() -> None:
+    """Lines of tables of the page itself, ``| … |``, have tests of their own."""
+    prose = "\n".join(line for line in BLOCK.sub("", PAGE).splitlines() if not line.startswith("|"))
+    said = set(ENDS.findall(prose))
+    folders = {place(command) for command, _ in [*TABLES, *COMPARED]}
+    known = {(low, high) for folder in folders for _, low, high in differences(folder)}
+    known |= {ends for _, block in BLOCK.findall(PAGE) for ends in ENDS.findall(block)}
+    known |= {(negative(high), negative(low)) for low, high in known}
+    assert len(said) > 10
+    assert sorted(said - known) == []
+
+
+def negative(number: str) -> str:
+    return number.translate(str.maketrans("+-", "-+"))
+
+
+def test_what_phases_prints_is_on_the_page() -> None:
+    every = [textwrap.dedent(indent + text) for indent, text in BLOCK.findall(PAGE)]
+    shown = [(a, b) for a, b in itertools.pairwise(every) if a.startswith("python -m benchmarks.phases")]
+    assert len(shown) == 2
+    for command, block in shown:
+        words = command.replace("\\\n", " ").replace("python", shlex.quote(sys.executable), 1)
+        wide = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+        ran = subprocess.run(["bash", "-c", words], cwd=ROOT, env=wide, capture_output=True, text=True, check=True)
+        assert lines(ran.stdout) == lines(block)
 
 
 def test_fedadkds_lead_at_full_size_is_what_the_page_says_of_it() -> None:

@@ -163,28 +163,26 @@ def test_qkt_filters_masks_replaces_the_head_and_refines_it(over: str) -> None:
 
 
 @SUM_AND_MEAN
-def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str) -> None:
-    prepared = ready({"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
-    plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
-    for c, params in students.items():
-        phase1 = plain.last(plain.local[c], c, 1, plain.naive(c))
-        check(params, plain.refined(phase1, c, 2, plain.local[c]).state_dict())
-
-
-@SUM_AND_MEAN
-def test_phase_one_of_qkt_light_may_take_the_teachers_otherwise_than_phase_two(over: str) -> None:
-    other = {"sum": "mean", "mean": "sum"}[over]
-    fields = {"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over, "phase1_over": other}
+@pytest.mark.parametrize("first", ["sum", "mean", "same"])
+def test_qkt_light_is_naive_kd_and_then_the_heads_refinement(over: str, first: str) -> None:
+    fields = {"name": "qkt_light", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over, "phase1_over": first}
     prepared = ready(fields)
-    plain, first, (_, students) = Plain(prepared, over == "mean"), Plain(prepared, other == "mean"), ends(prepared)
-    for c, params in students.items():
-        phase1 = first.last(first.local[c], c, 1, first.naive(c))
-        check(params, plain.refined(phase1, c, 2, plain.local[c]).state_dict())
+    plain, phase1 = (Plain(prepared, which == "mean") for which in (over, over if first == "same" else first))
+    for c, params in ends(prepared)[1].items():
+        transferred = phase1.last(phase1.local[c], c, 1, phase1.naive(c))
+        check(params, plain.refined(transferred, c, 2, plain.local[c]).state_dict())
+
+
+def test_phase_one_of_qkt_light_is_the_mean_by_default() -> None:
+    by_default, mean = (ends(ready({"name": "qkt_light", **own}))[1] for own in ({}, {"phase1_over": "mean"}))
+    for c, params in by_default.items():
+        check(params, mean[c])
 
 
 @SUM_AND_MEAN
 def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined(over: str) -> None:
-    prepared = ready({"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD, "over_teachers": over})
+    own = {"name": "qkt_light_volunteer", "alpha": 0.7, "threshold": THRESHOLD}
+    prepared = ready({**own, "over_teachers": over, "phase1_over": "same"})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     sizes = [len(part) for part in prepared.sites.parts]
     volunteer = max(range(6), key=lambda c: sizes[c])
@@ -195,8 +193,8 @@ def test_a_volunteer_does_phase_one_for_all_and_its_head_is_refined(over: str) -
 
 @SUM_AND_MEAN
 def test_a_server_does_phase_one_without_labels(over: str) -> None:
-    method = {"name": "qkt_light_server", "threshold": THRESHOLD, "alpha": 0.7, "over_teachers": over}
-    prepared = ready(method, data={"public": 40})
+    method = {"name": "qkt_light_server", "threshold": THRESHOLD, "alpha": 0.7}
+    prepared = ready({**method, "over_teachers": over, "phase1_over": "same"}, data={"public": 40})
     plain, (_, students) = Plain(prepared, over == "mean"), ends(prepared)
     sizes = [len(part) for part in prepared.sites.parts]
     net = copy.deepcopy(plain.local[max(range(6), key=lambda c: sizes[c])])
@@ -300,7 +298,7 @@ def test_teachers_may_be_of_other_architectures() -> None:
         ({"name": "qkt", "threshold": 0.0}, {"name": "qkt", "teachers": "all"}),
         ({"name": "qkt", "head": "phase1", "alpha": 0.0}, {"name": "qkt", "head": "phase1", "threshold": 1.0}),
         (
-            {"name": "qkt_light", "classes": "all", "teachers": "all"},
+            {"name": "qkt_light", "classes": "all", "teachers": "all", "phase1_over": "same"},
             {"name": "qkt", "classes": "all", "teachers": "all"},
         ),
     ],

@@ -15,7 +15,8 @@ from fedstill.experiment.comparing.standing import as_settled
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.ranks import Difference, paired_difference
-from fedstill.report.groups import differing, said
+from fedstill.report.groups import differing
+from fedstill.report.groups import said as as_written
 from fedstill.report.numbers import spread
 from fedstill.report.reproduced import COLUMN_TITLES, LAST_TEN, by_seed, runs_of_cell, summaries_by_cell
 from fedstill.report.runs import Run
@@ -77,9 +78,11 @@ def apart_from_others(
     pairs = [((row, column), (against or row, column)) for row, column in _by_column(cells)]
     named = against or "the same rows"
     yield Text(f"\nDifferences to {named} in {where}, in points, with the 95 % interval of differences paired by seed")
+    differ: dict[str, list[str]] = {}
     for one, other in pairs:
-        if differ := _other_settings(runs_of_cell(*one, runs), runs_of_cell(*other, others), bool(against)):
-            yield Text(f"{', '.join(one)}: {differ}")
+        said = _other_settings(runs_of_cell(*one, runs), runs_of_cell(*other, others), bool(against))
+        differ.setdefault(said, []).append(", ".join(one))
+    yield from (Text(f"{'; '.join(rows)}: {said}") for said, rows in differ.items() if said)
     lines = [_line(recipe, *pair, m, here, there)[:-1] for pair in pairs for m in _measures(recipe, here)]
     yield table(("", "", "ours", "95 % interval", "seeds", ""), lines, words=2)
 
@@ -163,4 +166,4 @@ def _other_settings(ours: Sequence[Run], theirs: Sequence[Run], other_row: bool)
     here, there = (as_settled(run.folder) for run in (ours[0], theirs[0]))
     keys = [k for k in differing([here, there]) if k in here and k in there and k not in OF_A_RUN]
     keys = [k for k in keys if not (other_row and k.startswith("method."))]
-    return ", ".join(f"{k} = {said(here[k])}, there {said(there[k])}" for k in keys)
+    return ", ".join(f"{k} = {as_written(here[k])}, there {as_written(there[k])}" for k in keys)

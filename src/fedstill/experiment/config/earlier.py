@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-DID: Mapping[str, Mapping[str, Any]] = {"naive_kd": {"over_teachers": "sum"}}
+DID: Mapping[str, Mapping[str, Any]] = {
+    "naive_kd": {"over_teachers": "sum"},
+    **{f"qkt_light{of}": {"phase1_over": "same"} for of in ("", "_volunteer", "_server")},
+}
 """By method: fields that came later with another default, and what was done before there was a choice."""
 
 UNSAID: Mapping[str, Any] = {"clients.failures": "tolerate"}

@@ -60,9 +60,11 @@ def _other_method(entry: Entered, suite: Suite) -> str:
 
 
 def _came_later(entry: Entered, told: Collection[str]) -> dict[str, Any]:
-    """Fields of the method that came after an entry was made, so that its config lacks them: their defaults."""
+    """Fields of the method that came after an entry was made, so that its config lacks them: what was done before."""
     fields = {} if entry.file else fields_of("method", entry.method, None)[1]
-    given = {f"method.{name}": default for name, (_, default) in fields.items() if default is not ...}
+    defaults = {name: default for name, (_, default) in fields.items() if default is not ...}
+    began = as_it_began({"method": {"name": entry.method}})["method"] if fields else {}
+    given = {f"method.{name}": value for name, value in {**defaults, **began}.items()}
     return {key: json.loads(json.dumps(value)) for key, value in given.items() if key not in told and value is not None}
 
 
