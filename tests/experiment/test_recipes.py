@@ -106,6 +106,12 @@ def test_a_table_says_which_of_its_runs_have_other_settings(
     assert call([*words, *changed]) == 2
     refused = " ".join(capsys.readouterr().err.split())
     assert "holds a run with other settings (data.mean, method.alpha); choose another --out" in refused
+    (summary,) = Path("r").rglob("summary.json")
+    ended = json.loads(summary.read_text())["accuracy"]
+    summary.unlink()
+    assert call([*words, "--table"]) == 0
+    said = capsys.readouterr().out
+    assert f"not finished: full, seed 1: 1 of 1 rounds, {100 * ended:.1f} % after the last" in said
 
 
 def test_differences_to_a_row_are_paired_by_seed(

@@ -63,6 +63,7 @@ def paper_tables(
         for row in rows:
             for text in [s["refusals"] for s in summaries.get(f"{row} | {column}", []) if s.get("refusals")]:
                 yield Text(f"warning: {row}: {text}")
+            yield from map(Text, _unfinished(row, column, runs))
         measured = list(_measured(recipe, column, rows, runs))
         if measured:
             yield table(("", "measure, last round", "ours", "paper", "seeds"), measured, words=2)
@@ -93,6 +94,16 @@ def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
     """The finished runs of a cell."""
     own = [v.folder for v in runs if v.label == f"{row} | {column}"]
     return [read_run(folder) for folder in own if (folder / "summary.json").is_file()]
+
+
+def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]:
+    """A line for each run of a cell that has begun and is not at its end: how far it came, and what it had."""
+    for variant in runs:
+        begun = (variant.folder / "journal.jsonl").is_file() and not (variant.folder / "summary.json").is_file()
+        if variant.label == f"{row} | {column}" and begun:
+            run = read_run(variant.folder)
+            accuracy = [f", {100 * v:.1f} % after the last" for r, v in run.curve("accuracy").items() if r > 0][-1:]
+            yield f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds{''.join(accuracy)}"
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:

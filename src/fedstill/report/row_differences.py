@@ -92,8 +92,8 @@ def by_round(
 ) -> Iterator[RenderableType]:
     """Each row's accuracy at some rounds, as the mean of the ten that end there, and how far it is from a row.
 
-    Raises ConfigError for a round below 1, and for a row ``against`` that is not there. Runs that have not come to a
-    round are left out of it.
+    Of finished runs, those that are long enough. Raises ConfigError for a round below 1, and for a row ``against`` that
+    is not there.
     """
     if wrong := [number for number in rounds if number < 1]:
         raise ConfigError(f"--at: rounds are counted from 1, and {wrong[0]} is none")
