@@ -97,13 +97,15 @@ def runs_of_cell(row: str, column: str, runs: Sequence[Variant]) -> list[Run]:
 
 
 def _unfinished(row: str, column: str, runs: Sequence[Variant]) -> Iterator[str]:
-    """A line for each run of a cell that has begun and is not at its end: how far it came, and what it had."""
+    """A line for each run of a cell that has begun and is not at its end: how far it came, and who was refused then."""
     for variant in runs:
         begun = (variant.folder / "journal.jsonl").is_file() and not (variant.folder / "summary.json").is_file()
         if variant.label == f"{row} | {column}" and begun:
             run = read_run(variant.folder)
-            accuracy = [f", {100 * v:.1f} % after the last" for r, v in run.curve("accuracy").items() if r > 0][-1:]
-            yield f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds{''.join(accuracy)}"
+            told = [f", {100 * v:.1f} % after the last" for r, v in run.curve("accuracy").items() if r > 0][-1:]
+            after = [e for e in run.clients if e["round"] > len(run.rounds) and "refused" in e][:1]
+            told += [f"; then client {e['client']}: {e['refused']}" for e in after]
+            yield f"not finished: {row}, seed {run.seed}: {len(run.rounds)} of {run.asked} rounds{''.join(told)}"
 
 
 def _head(recipe: Recipe, long: bool) -> list[str]:
