@@ -14,6 +14,7 @@ import toys
 from double import NEAR
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import generator, seed_for
+from fedstill.methods.qkt import PartlyRefined
 from fedstill.models import contract
 from fedstill.records import State
 
@@ -244,10 +245,18 @@ def test_of_one_teacher_the_sum_is_the_mean_to_the_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("importance", ["rms", "mean", "objective"])
-def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(importance: str) -> None:
+def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(
+    importance: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under Adam with weight decay; and they are the ones with the largest gradients of the client's own data."""
     given = {"name": "qkt", "frozen": 0.3, "importance": importance, "alpha": 0.7, "threshold": THRESHOLD}
-    prepared = ready(given)
+    prepared, told, report = ready(given), {}, PartlyRefined.report
+
+    def noted(self, params, carry, view, world):
+        told[view.client] = report(self, params, carry, view, world)
+        return told[view.client]
+
+    monkeypatch.setattr(PartlyRefined, "report", noted)
     state, students = ends(prepared)
     fed, plain = Federation(prepared), Plain(prepared)
     for c, params in students.items():
@@ -266,6 +275,9 @@ def test_the_most_important_entries_of_the_head_are_frozen_to_the_bit(importance
         kept = old == new
         assert int(kept.sum()) == round(0.3 * len(old))
         assert float(scores[kept].min()) >= float(scores[~kept].max())
+        rows = kept[: params["head.weight"].numel()].reshape(params["head.weight"].shape)
+        assert told[c]["frozen_rows"] == [sum(row) / len(row) for row in rows.tolist()]
+        assert told[c]["query"] == list(prepared.world.queries[c])
 
 
 def test_phase_two_moves_the_head_alone_and_leaves_running_statistics() -> None:

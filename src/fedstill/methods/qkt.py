@@ -196,6 +196,11 @@ class PartlyRefined(Refined):
     ) -> tuple[Tensors, Tensors]:
         return {k: torch.where(carry["frozen"][k], before[k], v) for k, v in after.items()}, trace
 
+    def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
+        """Also which part of each class's row of the head was frozen, (C,)."""
+        rows = carry["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
+        return {**super().report(params, carry, view, world), "frozen_rows": rows.tolist()}
+
     def scores(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
         """The importance of every entry of the head, from the gradients of batches of the client's own data."""
         mean, total = self.method.importance == "mean", dict[str, Tensor]()
