@@ -3,7 +3,8 @@
 ``python -m benchmarks.phases FOLDER ...``: folders of runs that differ in their seed, e.g. a row of ``results/``. The
 mean over clients that asked: accuracy gained on the classes asked for, accuracy lost on the client's own (both against
 its model before phase 1), and the training objective in the last epoch. "No peer": how many clients had no teacher.
-What the second phase adds is paired by seed: the mean over a seed's clients, with the 95 % interval over seeds.
+What the second phase adds is paired by seed: the mean over a seed's clients, with the 95 % interval over seeds. Where
+part of the head was frozen (``method.frozen``): how much of its rows, and the gain by how much of the row asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ def clients(run: Run) -> Iterator[dict[str, Any]]:
             gain = query_accuracy_gain(before, after, answer["query"])
             told[phase] = gain, query_forgetting(before, after, counts), sum(event["loss"].values())
             told["teachers"] = len(event.get("teachers", ()))
+            if rows := event.get("frozen_rows"):
+                told["frozen"] = [fmean(rows[c] for c in classes) for classes in kinds(answer["query"], counts)]
         yield told
+
+
+def kinds(query: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """The classes asked for, the client's other classes, and the rest; the last may not be empty."""
+    own = [c for c, n in enumerate(counts) if n and c not in query]
+    return [list(query), own, [c for c in range(len(counts)) if c not in {*query, *own}]]
 
 
 def percent(values: Sequence[float]) -> str:
@@ -76,6 +85,18 @@ def added(asked: Sequence[dict[str, Any]]) -> list[str]:
     return [*cells, str(len(seeds))]
 
 
+def frozen_rows(asked: Sequence[dict[str, Any]]) -> list[str]:
+    """A line: which part of the rows was frozen, and clients by how much of the row was that they asked for: how many,
+    and their gain after phase 1 and after phase 2. Without those that had no teacher."""
+    shares = [percent([a["frozen"][i] for a in asked]) for i in range(3)]
+    cells = []
+    for least, most in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.01)):
+        own = [a for a in asked if least <= a["frozen"][0] < most and a["teachers"]]
+        gains = " to ".join(percent([a[phase][0] for a in own]) for phase in PHASES) if own else "–"
+        cells.append(f"{len(own)}: {gains}")
+    return [*shares, *cells]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
@@ -89,3 +110,10 @@ if __name__ == "__main__":
     screen.print("\nwhat phase 2 adds, in points, paired by seed")
     lines = [[name.removeprefix("results/"), *added(asked)] for name, asked in given.items()]
     screen.print(terminal.table(("", "gain", "95 % interval", "loss", "95 % interval", "seeds"), lines))
+    parts = {name: [a for a in asked if "frozen" in a] for name, asked in given.items()}
+    if any(parts.values()):
+        screen.print(
+            "\nentries frozen [%] by row of the head; clients: gain 1 to gain 2 [%], by how much of the row asked for"
+        )
+        lines = [[name.removeprefix("results/"), *frozen_rows(part)] for name, part in parts.items() if part]
+        screen.print(terminal.table(("", "asked for", "own", "others", "under 25", "25 to 75", "75 and more"), lines))

@@ -125,10 +125,14 @@ def negative(number: str) -> str:
     return number.translate(str.maketrans("+-", "-+"))
 
 
-def test_what_phases_prints_is_on_the_page() -> None:
+def test_what_phases_and_probes_print_is_on_the_page() -> None:
     every = [textwrap.dedent(indent + text) for indent, text in BLOCK.findall(PAGE)]
-    shown = [(a, b) for a, b in itertools.pairwise(every) if a.startswith("python -m benchmarks.phases")]
-    assert len(shown) == 2
+    shown = [
+        (a, b)
+        for a, b in itertools.pairwise(every)
+        if a.startswith(("python -m benchmarks.phases", "python -m benchmarks.probes"))
+    ]
+    assert len(shown) == 4
     for command, block in shown:
         words = command.replace("\\\n", " ").replace("python", shlex.quote(sys.executable), 1)
         wide = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
