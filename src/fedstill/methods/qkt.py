@@ -12,8 +12,8 @@ gradient is that of ``masked_kl``, and it cannot be negative.
 Reading: lambda "defaults to 1", but the main table's CIFAR-10 entry is the ablation's row of 1.5: 1.5, and 3 for
 CIFAR-100 (``query_weight``).
 Reading: eq. 4 sums over T_Q, while naive KD's published row fits a mean. On a network with batch statistics, as the
-paper's, and with a threshold at which the filter works, the sum is nearer to QKT's rows; with the small CNN the mean is,
-but for the gain (docs/results.md). ``over_teachers`` is the sum.
+paper's, and with a threshold at which the filter works, the sum is nearer to QKT's rows; with the small CNN the mean
+is, but for the gain (docs/results.md). ``over_teachers`` is the sum.
 Reading: ``threshold`` is the paper's 0.01. A network with batch statistics that was trained on few images lets half of
 the peers pass that lack the class; 1 / C then tells them apart (``python -m benchmarks.probes``).
 Reading: ``threshold`` is for images. Random signals and token ids tell known classes from others as well, but there a
@@ -24,7 +24,7 @@ The journal's ``teachers`` is then empty, and tables say how many queries had no
 Reading: in phase 2 the extractor is frozen: no gradient, and normalisation in evaluation mode.
 Reading: importance is "L2 norm-based, averaged over batches", of no named loss: the root of the mean square of the
 batches' gradients of cross-entropy, at the start of phase 2; ``importance`` also offers their mean size, and gradients
-of eq. 4, which choose over half of the row of the class asked for. Z counts the head's entries, weights and biases alike.
+of eq. 4, which choose over half of the row of the class asked for. Z counts the head's entries, weights and biases.
 Frozen ones are put back after every step: weight decay and Adam would move them without a gradient.
 Reading: phase 2 sends the peers' models again, since a client keeps none; a client that keeps them needs them once.
 """
