@@ -14,6 +14,7 @@ LISTS = frozenset(
         "--initial",
         "--methods",
         "--need",
+        "--at",
         "--seeds",
         "--teachers",
         "--track",
