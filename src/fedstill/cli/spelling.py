@@ -7,6 +7,7 @@ from pathlib import Path
 
 LISTS = frozenset(
     {
+        "--at",
         "--by",
         "--cells",
         "--class-tasks",
@@ -14,7 +15,6 @@ LISTS = frozenset(
         "--initial",
         "--methods",
         "--need",
-        "--at",
         "--seeds",
         "--teachers",
         "--track",
