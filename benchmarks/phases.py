@@ -38,12 +38,12 @@ def clients(run: Run) -> Iterator[dict[str, Any]]:
             told[phase] = gain, query_forgetting(before, after, counts), sum(event["loss"].values())
             told["teachers"] = len(event.get("teachers", ()))
             if rows := event.get("frozen_rows"):
-                told["frozen"] = [fmean(rows[c] for c in classes) for classes in kinds(answer["query"], counts)]
+                told["frozen"] = [[rows[c] for c in classes] for classes in kinds(answer["query"], counts)]
         yield told
 
 
 def kinds(query: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """The classes asked for, the client's other classes, and the rest; the last may not be empty."""
+    """The classes asked for, the client's other classes, and the rest."""
     own = [c for c, n in enumerate(counts) if n and c not in query]
     return [list(query), own, [c for c in range(len(counts)) if c not in {*query, *own}]]
 
@@ -88,10 +88,10 @@ def added(asked: Sequence[dict[str, Any]]) -> list[str]:
 def frozen_rows(asked: Sequence[dict[str, Any]]) -> list[str]:
     """A line: which part of the rows was frozen, and clients by how much of the row was that they asked for: how many,
     and their gain after phase 1 and after phase 2. Without those that had no teacher."""
-    shares = [percent([a["frozen"][i] for a in asked]) for i in range(3)]
+    shares = [percent([share for a in asked for share in a["frozen"][i]]) for i in range(3)]
     cells = []
     for least, most in ((0.0, 0.25), (0.25, 0.75), (0.75, 1.01)):
-        own = [a for a in asked if least <= a["frozen"][0] < most and a["teachers"]]
+        own = [a for a in asked if least <= fmean(a["frozen"][0]) < most and a["teachers"]]
         gains = " to ".join(percent([a[phase][0] for a in own]) for phase in PHASES) if own else "–"
         cells.append(f"{len(own)}: {gains}")
     return [*shares, *cells]

@@ -69,7 +69,7 @@ def apart_from_others(
 
     First it says which settings that both have are not the same, of the method only where the row is.
     """
-    _check_row(against or cells[0][0], cells)
+    _check_row(against, cells)
     if not any(run.folder.is_dir() for run in others):
         raise ConfigError(
             f"--beside: {where} holds no run of these rows; name a folder, or a pack, of this recipe's runs"
@@ -97,7 +97,7 @@ def by_round(
     """
     if wrong := [number for number in rounds if number < 1]:
         raise ConfigError(f"--at: rounds are counted from 1, and {wrong[0]} is none")
-    _check_row(against or cells[0][0], cells)
+    _check_row(against, cells)
     head = ["", "round", "ours [%]", "seeds", *([f"to {against}", "95 % interval", ""] if against else [])]
     lines = []
     for column in dict.fromkeys(c for _, c in cells):
@@ -125,7 +125,7 @@ def _recent(curves: Mapping[int, Mapping[int, float]], number: int) -> dict[int,
 
 
 def _check_row(row: str, cells: Cells) -> None:
-    if row not in {r for r, _ in cells}:
+    if row and row not in {r for r, _ in cells}:
         raise ConfigError(f"there is no row {row!r} among the cells; name one of {', '.join({r: 0 for r, _ in cells})}")
 
 
