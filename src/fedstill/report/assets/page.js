@@ -89,7 +89,7 @@
   function listen() {
     document.querySelectorAll("table.sortable").forEach(sortable);
     for (const select of document.querySelectorAll("[data-controls]")) {
-      select.addEventListener("input", () => {
+      select.addEventListener(select.type === "range" ? "input" : "change", () => {
         if (select.dataset.options) {
           select.closest("p").querySelector("output").textContent = JSON.parse(select.dataset.options)[select.value];
         }
