@@ -59,7 +59,9 @@ def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit:
             data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
         if other.rounds:
             data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
-    rounds = {"title": {"text": unit}, "rangemode": "tozero", "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
+    last = max((r for _, *both in by_group for series in both for r in series.rounds), default=0)
+    named_so = {"title": {"text": unit}, "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
+    rounds = {**named_so, "rangemode": "tozero", **whole_numbers(last + 1)}
     return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(by_group) <= MOST_IN_LEGEND)}
 
 

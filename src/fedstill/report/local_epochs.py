@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, Figure, Style, layout, named, rounded
+from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, Figure, Style, layout, named, rounded, whole_numbers
 from fedstill.report.groups import Group
 from fedstill.report.markup import Html, figure, grid, key, section, sentence
 from fedstill.report.numbers import spread
@@ -85,8 +85,7 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
                 "marker": {"size": 6, "color": colour},
             }
         )
-    ticks = {"tickmode": "linear", "dtick": 1} if most <= 12 else {}
-    axes = {"xaxis": {"title": {"text": "local epoch"}, "zeroline": False, **ticks}, "yaxis": PERCENT}
+    axes = {"xaxis": {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}, "yaxis": PERCENT}
     return {"data": data, "layout": layout(hovermode="closest", showlegend=len(data) <= MOST_IN_LEGEND, **axes)}
 
 
