@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,7 @@ def within(method: object, name: str, where: str, function: Callable[P, T]) -> C
         with part(method, name, where):
             return function(*args, **kwargs)
 
-    return call
+    return functools.update_wrapper(call, function, assigned=(), updated=())  # inspect.unwrap finds the function
 
 
 def demand_quorum(

@@ -79,7 +79,7 @@ class Measuring:
 
     def initial(self, predictors: Mapping[str, Callable[[Tensor], Tensor]]) -> dict[str, Any]:
         """The server's models before round 1."""
-        accuracies = evaluated(predictors, self.prepared.sites, self.prepared.world.classes)
+        accuracies = evaluated(predictors, self.prepared.sites, self.prepared.world.classes, self.tasks.right_of_all)
         self._before = accuracies["class_accuracy"]
         return accuracies
 

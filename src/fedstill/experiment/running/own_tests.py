@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.views import SiteViews
+from fedstill.engines.cores import workers
 from fedstill.engines.passes import right_by_example
 from fedstill.records import Examples
 
@@ -69,7 +70,7 @@ class OwnTests:
         if not predictors:
             return {}
         examples, owners = self.everyone
-        right = right_by_example(next(iter(predictors.values())), examples, self.sites.inputs).double()
+        right = right_by_example(next(iter(predictors.values())), examples, self.sites.inputs, workers()).double()
         most = int(owners.max()) + 1
         hits, counts = torch.bincount(owners, right, most), torch.bincount(owners, minlength=most)
         return {c: float(hits[c] / counts[c]) for c in self.sites.own_tests}

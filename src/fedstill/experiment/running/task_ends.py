@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.passes import correct_by_class, shards
+from fedstill.engines.cores import workers
+from fedstill.engines.passes import Predict, by_shard, correct_by_class
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.site_rows import SiteRows, mean_row
 from fedstill.metrics import tasks as over
 from fedstill.records import Examples
 from fedstill.stream import OFF
 
-Predict = Callable[[Tensor], Tensor]
 Predictors = Mapping[str, Predict]
 
 MOST_CLIENTS = 1000
@@ -169,7 +169,8 @@ class TaskEnds:
         """Right answers by class (C,), of the last pass if it was that predictor's over that test set."""
         if self._last and predict is self._last[0] and test is self._last[1]:
             return self._last[3][1]
-        return correct_by_class(predict, test, self.prepared.sites.inputs, self.prepared.world.classes)
+        world, inputs = self.prepared.world, self.prepared.sites.inputs
+        return correct_by_class(predict, test, inputs, world.classes, workers())
 
     def _right(self, predict: Predict, test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Right answers by class (C,) with the likeliest of the classes seen, and of all; the last pass is kept."""
@@ -178,15 +179,15 @@ class TaskEnds:
         return self._last[3]
 
     def _passed(self, predict: Predict, test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        classes, start = self.prepared.world.classes, 0
-        right = torch.zeros(2, classes, dtype=torch.int64, device=test.labels.device)
-        on = self._mask(seen or range(classes)).to(test.labels.device)
-        for x in shards(test.values, self.prepared.sites.inputs):
-            y, logits = test.labels[start : start + len(x)], predict(x)
-            for k, said in enumerate((logits.where(on, 100 * OFF), logits)):
-                right[k].index_add_(0, y, (said.argmax(1) == y).long())
-            start += len(x)
-        among, over_all = right.cpu()
+        classes = self.prepared.world.classes
+        on, labels = self._mask(seen or range(classes)).to(test.labels.device), test.labels.cpu()
+
+        def both(logits: Tensor) -> Tensor:
+            return torch.stack([logits.where(on, 100 * OFF).argmax(1), logits.argmax(1)])
+
+        said = by_shard(both, predict, test, self.prepared.sites.inputs, workers())
+        each = torch.cat([torch.zeros(2, 0, dtype=torch.int64), *(s.cpu() for s in said)], dim=1)
+        among, over_all = (torch.bincount(labels[own == labels], minlength=classes) for own in each)
         return among, over_all
 
     def _row(self, correct: Tensor, accuracy: Tensor) -> list[float]:
