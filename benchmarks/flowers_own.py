@@ -38,7 +38,7 @@ class FlowersOwn:
         """The journal of an experiment that was submitted by ``flwr run``."""
         out = self.folder / f"run-{what.topology['kind']}"
         given = self.folder / "given.toml"
-        given.write_text(tomli_w.dumps({"config": settle(what).toml, "out": str(out)}))
+        given.write_text(tomli_w.dumps({"config": settle(what).toml, "out": str(out)}), encoding="utf-8")
         command = [program("flwr"), "run", str(self.folder / "app"), "--run-config", str(given), "--stream"]
         env = environment(self.folder / "flwr")
         subprocess.run(command, env=env, check=True, timeout=SECONDS, capture_output=True)
@@ -53,7 +53,7 @@ def flowers_own(clients: int) -> Iterator[FlowersOwn]:
         server, env = f"127.0.0.1:{ports[0]}", environment(folder / "flwr")
         make_folder(folder / "flwr")
         link = {"default": "here", "here": {"address": server, "insecure": True}}
-        (folder / "flwr/config.toml").write_text(tomli_w.dumps({"superlink": link}))
+        (folder / "flwr/config.toml").write_text(tomli_w.dumps({"superlink": link}), encoding="utf-8")
         write_app(folder / "app", clients, VERSION)
 
         def start(name: str, port: int, *more: str) -> None:

@@ -171,7 +171,7 @@ def main() -> None:
         kept.append({"varied": name, **asdict(case), **got})
     Console(width=160).print(table)
     if given.json:
-        given.json.write_text(json.dumps(kept, indent=1))
+        given.json.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     if given.plot:
         plot(kept, given.plot)
 

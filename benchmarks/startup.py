@@ -30,7 +30,7 @@ def main() -> None:
     python = [sys.executable]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "one.toml").write_text(CONFIG)
+        (folder / "one.toml").write_text(CONFIG, encoding="utf-8")
         commands = {
             "python, doing nothing": [*python, "-c", ""],
             "import fedstill": [*python, "-c", "import fedstill"],

@@ -55,9 +55,9 @@ def report_of(folder: Path) -> Path:
 def draw(runs: Path, only: str) -> None:
     """Carry out what the page says in a folder, and take its pictures."""
     pictures: dict[str, list[str]] = {}
-    for kind, name, what in scenes(PAGE.read_text()):
+    for kind, name, what in scenes(PAGE.read_text(encoding="utf-8")):
         if kind == "file":
-            (runs / name).write_text(what)
+            (runs / name).write_text(what, encoding="utf-8")
         elif kind == "command" and not only and call([*shlex.split(name), "--quiet"]):
             raise SystemExit(f"fedstill {name} failed")
         elif kind == "picture" and only in ("", name):

@@ -1,7 +1,8 @@
 """The size of the package, and the names in it: what CONTRIBUTING.md asks of both is checked here.
 
-``python tools/house.py`` prints the numbers. It fails on a file or a function that is too long, on a circle of imports
-and on a name that occurs twice; with ``--found`` on a variable called ``found``, too.
+``python tools/house.py`` prints the numbers. It fails on a file or a function that is too long, on a circle of imports,
+on a name that occurs twice and on a text that is read or written without an encoding; with ``--found`` on a variable
+called ``found``, too.
 """
 
 from __future__ import annotations
@@ -96,6 +97,10 @@ class House:
         lines = {m.place.file: sorted(_called(m.tree, "found")) for m in self.modules}
         return {file: each for file, each in lines.items() if each}
 
+    def unsaid_encodings(self) -> list[Place]:
+        """Where a text is read or written in the encoding of whoever's machine it is."""
+        return [Place(m.place.file, line) for m in self.modules for line in _without_encoding(m.tree)]
+
     def circles(self) -> list[list[str]]:
         """For each package whose parts import each other in a circle: one such circle, by dotted names."""
         imports = self._imports()
@@ -156,6 +161,14 @@ def _called(tree: ast.Module, name: str) -> Iterator[int]:
                 yield node.lineno
 
 
+def _without_encoding(tree: ast.Module) -> Iterator[int]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="read_text" | "write_text"), keywords=keywords):
+                if "encoding" not in {k.arg for k in keywords}:
+                    yield node.lineno
+
+
 def _imported(module: Module) -> Iterator[str]:
     """Dotted names that a module imports; of ``from a import b`` both ``a`` and ``a.b``, as ``b`` may be a module."""
     for node in ast.walk(module.tree):
@@ -186,6 +199,7 @@ def report(house: House, found_counts: bool) -> tuple[str, bool]:
     long_files = [f for f in files if f.lines > FILE_LINES]
     long_functions = [f for f in functions if f.lines > FUNCTION_LINES]
     twice = [f"{name}: {', '.join(map(str, places))}" for name, places in names.items()]
+    unsaid = house.unsaid_encodings()
     found = [f"{file}: {', '.join(map(str, lines))}" for file, lines in house.found().items()]
     sections = [
         ("files", f"{len(files):,}", []),
@@ -196,10 +210,11 @@ def report(house: House, found_counts: bool) -> tuple[str, bool]:
         (f"functions over {FUNCTION_LINES} lines", str(len(long_functions)), map(str, long_functions)),
         ("circles of imports", str(len(circles)), (" -> ".join(c) for c in circles)),
         ("names that occur twice", str(len(twice)), twice),
+        ("texts without an encoding", str(len(unsaid)), map(str, unsaid)),
         ("files with a variable `found`", str(len(found)), found),
     ]
     lines = [line for name, value, more in sections for line in (f"{name:<31}{value}", *(f"  {m}" for m in more))]
-    good = not (long_files or long_functions or circles or twice or (found_counts and found))
+    good = not (long_files or long_functions or circles or twice or unsaid or (found_counts and found))
     return "\n".join(lines), good
 
 

@@ -108,8 +108,8 @@ def _of_table(table: str, column: str, name: str) -> str:
 def main() -> None:
     """Write both files."""
     every = shipping()
-    SHIPPED.write_text(table_of_runs(every))
-    PAGE.write_text(document(every))
+    SHIPPED.write_text(table_of_runs(every), encoding="utf-8")
+    PAGE.write_text(document(every), encoding="utf-8")
     print(f"{SHIPPED}\n{PAGE}")
 
 

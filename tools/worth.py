@@ -102,7 +102,7 @@ def verdict(group: Group, base: Group, said: Mapping[str, Any]) -> list[str]:
 def table() -> str:
     """The table, in Markdown."""
     compared = {method_of(group.settings): group for group in groups([RUNS])}
-    return markdown(HEAD, list(rows(compared, tomllib.loads(CLAIMS.read_text()))))
+    return markdown(HEAD, list(rows(compared, tomllib.loads(CLAIMS.read_text(encoding="utf-8")))))
 
 
 def written(text: str) -> str:
@@ -112,4 +112,4 @@ def written(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

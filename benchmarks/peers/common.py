@@ -38,13 +38,13 @@ class Task:
     def load(cls, folder: Path) -> Task:
         """Read a task; its tensors are mapped from the files, so that processes share them."""
         parts = (load_file(folder / f"{name}.safetensors") for name in ("examples", "initial", "orders"))
-        return cls(json.loads((folder / "task.json").read_text()), *parts)
+        return cls(json.loads((folder / "task.json").read_text(encoding="utf-8")), *parts)
 
     def save(self, folder: Path) -> None:
         """Write a task."""
         for name in ("examples", "initial", "orders"):
             save_file(dict(getattr(self, name)), folder / f"{name}.safetensors")
-        (folder / "task.json").write_text(json.dumps(dict(self.about)))
+        (folder / "task.json").write_text(json.dumps(dict(self.about)), encoding="utf-8")
 
     @property
     def rounds(self) -> int:
@@ -154,7 +154,9 @@ class Rounds:
         save_file({k: v.detach().contiguous() for k, v in model.items()}, folder / "final.safetensors")
         python = ".".join(map(str, sys.version_info[:3]))
         said = {"seconds": self.seconds, "first_ended": self.first_ended, "how": how}
-        (folder / "result.json").write_text(json.dumps({**said, "torch": torch.__version__, "python": python}))
+        (folder / "result.json").write_text(
+            json.dumps({**said, "torch": torch.__version__, "python": python}), encoding="utf-8"
+        )
 
 
 def cores() -> int:

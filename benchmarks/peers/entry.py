@@ -53,7 +53,7 @@ class Entry:
             self.failure = ran.failure or ("" if (out / "result.json").exists() else "it ended without a result")
             if self.failure:
                 return
-            self.said = json.loads((out / "result.json").read_text())
+            self.said = json.loads((out / "result.json").read_text(encoding="utf-8"))
             self.final = {k: v.clone() for k, v in load_file(out / "final.safetensors").items()}
         others = self.said["seconds"][1:]
         self.runs.append(others)

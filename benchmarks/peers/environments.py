@@ -66,7 +66,7 @@ def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds
     same = "torch==" + torch.__version__.partition("+")[0]
     asked = "\n".join([*one.packages, *SHARED, same, one.python, *more])
     ready, python = folder / "ready", folder / "bin" / "python"
-    if not fresh and ready.is_file() and ready.read_text() == asked and python.exists():
+    if not fresh and ready.is_file() and ready.read_text(encoding="utf-8") == asked and python.exists():
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def make(one: Contestant, cache: Path, fresh: bool, more: Sequence[str], seconds
             uv([*install, "torch"], seconds)
         except NotInstalled:
             raise first from None  # it is not torch's version that stands in the way
-    ready.write_text(asked)
+    ready.write_text(asked, encoding="utf-8")
     return python
 
 

@@ -56,7 +56,7 @@ def descendants() -> set[int]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(stat.read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     found, below = {os.getpid()}, set[int]()
     while found:
         below |= (found := {pid for pid, parent in parents.items() if parent in found} - below)
@@ -81,7 +81,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def _memory(pid: int) -> int:
     """Bytes of a process, a shared page counted in shares, so that the sum over processes is what they hold."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
@@ -89,6 +89,6 @@ def _memory(pid: int) -> int:
 
 def _reason(path: Path) -> str:
     """The first error that was named, or the last line."""
-    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in path.read_text(errors="replace", encoding="utf-8").splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (named or lines[-1:] or ["it said nothing"])[0]

@@ -53,6 +53,14 @@ def test_a_variable_called_found_is_seen_wherever_it_is_bound(tmp_path: Path) ->
     assert (main([str(root)]), main([str(root), "--found"])) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("call", "status"),
+    [("read_text()", 1), ("write_text('a')", 1), ("read_text(encoding='utf-8')", 0), ("write_bytes(b'a')", 0)],
+)
+def test_a_text_is_read_and_written_in_a_named_encoding(tmp_path: Path, call: str, status: int) -> None:
+    assert main([str(package(tmp_path, one=f"def f(path):\n    path.{call}\n"))]) == status
+
+
 def test_a_circle_between_packages_is_seen_though_its_modules_form_none(tmp_path: Path) -> None:
     root = package(tmp_path, a__x="from pkg.b import y", b__y="", b__z="def f():\n    import pkg.a.w\n", a__w="")
     (circle,) = House(root).circles()

@@ -54,7 +54,7 @@ class _Watching(Quiet):
 
     def round(self, event: Mapping[str, Any], rounds: int) -> None:
         """Note them (``experiment.progress.Progress``)."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
         self.seen.append((pages * os.sysconf("SC_PAGE_SIZE"), len(list(Path("/proc/self/fd").iterdir()))))
 
 
@@ -164,7 +164,7 @@ class _StopsAfterOne(Quiet):
 
 
 def _steps(place: Path, seed: int) -> dict[str, Callable[[], str]]:
-    (place / "mine.py").write_text(METHOD)
+    (place / "mine.py").write_text(METHOD, encoding="utf-8")
 
     def asked(engine: str) -> Any:
         return small_run(str(place / "mine.py"), engine=engine, seed=seed)
@@ -185,7 +185,7 @@ def _steps(place: Path, seed: int) -> dict[str, Callable[[], str]]:
 
     def shown() -> str:
         page = write_page([place / "serial", place / "vectorised"], place / "report.html")
-        return "" if "mine.py" in page.read_text() else "the report does not name it"
+        return "" if "mine.py" in page.read_text(encoding="utf-8") else "the report does not name it"
 
     return {"one by one": one_by_one, "side by side": together, "stopped and resumed": stopped, "the report": shown}
 

@@ -46,7 +46,7 @@ def _kinds(place: Path) -> list[tuple[str, Probe]]:
         changed = list(text)
         for _ in range(draw.randint(1, 5)):
             changed[draw.randrange(len(changed))] = chr(draw.choice((0, 10, 34, 61, 91, 93, 955, 0xFFFF)))
-        config.write_text("".join(changed))
+        config.write_text("".join(changed), encoding="utf-8")
         return _read(lambda: settle(load(config)))
 
     def values(draw: random.Random) -> str:

@@ -34,7 +34,7 @@ def kills(trials: int) -> Trials:
                 wanted[method] = evidence_of(place / method), time.perf_counter() - began
             want, seconds = wanted[method]
             folder, config = place / f"killed{trial}", place / f"{method}.toml"
-            config.write_text(settle(small_run(method, rounds=6)).toml)
+            config.write_text(settle(small_run(method, rounds=6)).toml, encoding="utf-8")
             problems[f"{method}, kill {trial + 1}"] = _killed(config, folder, draw.uniform(0, seconds), want)
     return Trials.of(problems)
 

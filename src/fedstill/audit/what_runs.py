@@ -100,7 +100,7 @@ def _requests(place: Path) -> dict[str, Callable[[], str]]:
     everyone = tuple(range(settings.clients))
     stage, down = Stage(1, 0, "train", everyone), Payload(params=ready.world.initial(0))
     good = Request(VERSION, settings.toml, digest(settings.toml.encode()), "run1", 0, stage, down=down)
-    (place / "mine.py").write_text(OWN.format(marker=str(place / "ran")))
+    (place / "mine.py").write_text(OWN.format(marker=str(place / "ran")), encoding="utf-8")
 
     def put(old: str, new: str) -> Request:
         text = good.config.replace(old, new, 1)

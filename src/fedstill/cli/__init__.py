@@ -25,6 +25,7 @@ from fedstill.cli import (
     why,
 )
 from fedstill.cli.app import app, say
+from fedstill.cli.output import print_what_is_near
 from fedstill.cli.spelling import spaced_list, unused_words
 from fedstill.errors import FedstillError, Interrupted
 
@@ -52,6 +53,7 @@ def main() -> None:
     """Run the command in ``sys.argv`` and exit; a second Ctrl-C ends at once, whatever clients are training."""
     if sys.platform == "win32":
         sys.exit(say("this is Windows, and fedstill runs on Linux and macOS; run it in WSL, which is Linux", 2))
+    print_what_is_near()
     signal.signal(signal.SIGINT, _interrupted)
     try:
         sys.exit(call(sys.argv[1:]))

@@ -63,7 +63,7 @@ class Control:
         """
         path = federation.server / "flwr" / "config.toml"
         try:
-            link = tomllib.loads(path.read_text())["superlink"][LINK]
+            link = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"][LINK]
             ca = None if link.get("insecure") else Path(link["root-certificates"]).read_bytes()
             return Control(str(link["address"]), ca, federation.key.read_bytes())
         except PermissionError as error:

@@ -83,7 +83,7 @@ def shipped_maps() -> dict[str, Grid]:
     folder = _folder()
     names = [file.name.removesuffix(".csv") for file in folder.iterdir()] if folder.is_dir() else []
     order = [*(name for name in MAPPED if name in names), *sorted(set(names) - set(MAPPED))]
-    return {name: map_from((folder / f"{name}.csv").read_text()) for name in order}
+    return {name: map_from((folder / f"{name}.csv").read_text(encoding="utf-8")) for name in order}
 
 
 def keep_map(one: Grid, method: str) -> Path:

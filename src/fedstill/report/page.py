@@ -142,7 +142,7 @@ def _every(compared: Sequence[Group], key: str) -> str:
 def document(title: str, main: str) -> str:
     """A whole page: a title, and what is in it; it holds what draws its figures."""
     assets = resources.files("fedstill.report") / "assets"
-    style, script = (assets / "page.css").read_text(), (assets / "page.js").read_text()
+    style, script = (assets / "page.css").read_text(encoding="utf-8"), (assets / "page.js").read_text(encoding="utf-8")
     about, library = _plotly()
     return f"""<!DOCTYPE html>
 <html lang="en">

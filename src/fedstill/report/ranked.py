@@ -41,7 +41,7 @@ SHIPPED = "shipped.csv"
 def shipped_rows() -> dict[str, list[RankedRow]]:
     """The rows that ship, by suite; of suites of another version none."""
     file = resources.files("fedstill.recipes") / RANKING / SHIPPED
-    return rows_from(file.read_text()) if file.is_file() else {}
+    return rows_from(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dict[str, Suite], list[str]]:
@@ -121,4 +121,6 @@ def _noted(folder: Path) -> list[list[str]]:
     path = folder / REPLAYED
     if not path.is_file():
         return []
-    return [[line.get(key) or "" for key in NOTED] for line in csv.DictReader(io.StringIO(path.read_text()))]
+    return [
+        [line.get(key) or "" for key in NOTED] for line in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8")))
+    ]

@@ -128,7 +128,7 @@ def summaries_by_cell(runs: Sequence[Variant]) -> dict[str, list[Mapping[str, An
     for run in runs:
         path = run.folder / "summary.json"
         if path.is_file():
-            summaries.setdefault(run.label, []).append(json.loads(path.read_text()))
+            summaries.setdefault(run.label, []).append(json.loads(path.read_text(encoding="utf-8")))
     return summaries
 
 

@@ -202,7 +202,7 @@ def _below(directory: Path) -> Iterator[Path]:
 
 def _settings(path: Path) -> dict[str, Any]:
     try:
-        settings = flat(tomllib.loads(path.read_text()))
+        settings = flat(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     for key in ("seed", "rounds"):

@@ -39,7 +39,7 @@ def memory_bytes() -> int:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in _GROUPS:
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int(Path(path).read_text()))
+            limits.append(int(Path(path).read_text(encoding="utf-8")))
     with contextlib.suppress(ImportError):
         import resource
 

@@ -73,7 +73,7 @@ class Desk:
     def noised(self) -> list[str]:
         """The stages that were answered with noise."""
         path = self.place / NOISED
-        return path.read_text().split() if path.exists() else []
+        return path.read_text(encoding="utf-8").split() if path.exists() else []
 
     def noised_before(self, stage: Stage) -> bool:
         """Whether this stage was answered with noise."""

@@ -32,7 +32,7 @@ def note_left(
     ``came`` gets why the others are not in the sum. Raises TooFewReplies where one that was left did not answer.
     """
     path, name = folder / NOTE, f"{stage.round}-{stage.index}"
-    noted: dict[str, list[int]] = json.loads(path.read_text()) if path.is_file() else {}
+    noted: dict[str, list[int]] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     left = noted.get(name)
     if left is None:
         kept = [*noted.items(), (name, sorted(masked))][-KEPT:]

@@ -146,7 +146,7 @@ def load_recipe(name: str) -> Recipe:
 
 def recipe_text(name: str) -> str:
     """The text of ``recipes/NAME.toml``."""
-    return resources.files("fedstill.recipes").joinpath(*f"{name}.toml".split("/")).read_text()
+    return resources.files("fedstill.recipes").joinpath(*f"{name}.toml".split("/")).read_text(encoding="utf-8")
 
 
 def recipe_of(name: str, tree: Mapping[str, Any]) -> Recipe:

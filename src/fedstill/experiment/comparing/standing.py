@@ -43,12 +43,12 @@ def other_settings(variant: Variant) -> list[str]:
     wanted = flat(_defining(variant.settings, variant.settings))
     there = flat(_defining(settings_of(variant.folder), variant.settings))
     other = {k for k in {*wanted, *there} if wanted.get(k) != there.get(k)}
-    return sorted(other - unsaid(tomllib.loads(config.read_text())))
+    return sorted(other - unsaid(tomllib.loads(config.read_text(encoding="utf-8"))))
 
 
 def as_settled(folder: Path) -> dict[str, Any]:
     """Every value of an existing run by dotted key, but those of which its config says nothing."""
-    unknown = unsaid(tomllib.loads((folder / "config.toml").read_text()))
+    unknown = unsaid(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     return {k: v for k, v in flat(settings_of(folder).tree).items() if k not in unknown}
 
 

@@ -146,7 +146,7 @@ class Tuning:
         return [seeded(label, chosen, seed, self.out / f"trial{number:03d}") for seed in self.seeds]
 
     def _score(self, folder: Path) -> float:
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         there = [g for g in GOALS if summary.get(g) is not None]
         self.goal = self.goal or next(iter(there), "")
         if self.goal not in there:

@@ -45,7 +45,7 @@ class OwnTasks:
     def note(self, place: Path) -> None:
         """Note what is used for the first time in a client's folder; raises Refused for data that have changed."""
         path = place / NOTES
-        noted = dict(line.split() for line in path.read_text().splitlines()) if path.is_file() else {}
+        noted = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines()) if path.is_file() else {}
         for task, sha in self.sums.items():
             before = noted.setdefault(str(task + 1), sha or "-")
             if before != (sha or "-"):

@@ -91,7 +91,7 @@ class SiteSums:
 
     def _told(self) -> dict[str, Any]:
         path = self.desk.place / NOTE
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
     def _of(self, word: str) -> list[object]:
         return [self.request.stage.round, self.request.stage.index, word]
@@ -111,7 +111,7 @@ class SiteSums:
 
     def _revealed(self) -> dict[str, list[int]]:
         path = self.desk.place / REVEALED
-        return dict(json.loads(path.read_text())) if path.is_file() else {}
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
     def _demand_same(self, left: list[int]) -> None:
         before = self._revealed().get(self._stage_name)

@@ -159,7 +159,7 @@ def _diverges(events: Sequence[Event], done: int, asked: int) -> bool:
 
 def _other_summaries(entry: Entered, suite: Suite) -> str:
     for place in (p for p in places_of(entry, suite) if p not in entry.diverged):
-        summary = json.loads((entry.folder / place / "summary.json").read_text())
+        summary = json.loads((entry.folder / place / "summary.json").read_text(encoding="utf-8"))
         for key, value in following(events_of(entry.folder / place / "journal.jsonl")).items():
             if not same_number(summary.get(key), value):
                 return f"{place}/summary.json has {key} = {summary.get(key)!r}, and its journal {value!r}"

@@ -60,7 +60,7 @@ def chosen_from(suite: str, version: int, tries: Mapping[str, Sequence[Any]]) ->
     file = resources.files("fedstill.recipes") / RANKING / "chosen" / f"{suite}.toml"
     if not file.is_file():
         return {}
-    tree = tomllib.loads(file.read_text())
+    tree = tomllib.loads(file.read_text(encoding="utf-8"))
     if tree.pop("version", None) != version:
         raise ConfigError(f"recipes/rank/chosen/{suite}.toml is of another version than the suite")
     return {row: read_choice(f"{suite}, {row}", table, len(tries[row])) for row, table in tree.items() if row in tries}

@@ -33,7 +33,7 @@ def suite_at(suite: Suite, out: Path) -> Suite:
     path = out / suite.chooses_in.name / CHOSEN
     if not path.is_file():
         return suite
-    tree = tomllib.loads(path.read_text())
+    tree = tomllib.loads(path.read_text(encoding="utf-8"))
     own = {
         row: read_choice(f"{path}, {row}", table, len(suite.tries[row]))
         for row, table in tree.items()

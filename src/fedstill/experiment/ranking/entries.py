@@ -106,7 +106,7 @@ def run_place(column: str, seed: int) -> str:
 def rounds_of(folder: Path) -> int:
     """How many rounds a run of an entry was to have, as its config says; raises CorruptFile."""
     try:
-        return _rounds_in((folder / "config.toml").read_text())
+        return _rounds_in((folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptFile(f"{folder / 'config.toml'} cannot be read: {error}") from error
 
@@ -166,7 +166,7 @@ def column_of(one: Ended) -> str:
 
 def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     """A run's files as an entry holds them: without times other than the processor's."""
-    yield "config.toml", portable((folder / "config.toml").read_text()).encode()
+    yield "config.toml", portable((folder / "config.toml").read_text(encoding="utf-8")).encode()
     yield SPLIT, (folder / SPLIT).read_bytes()
     lines = (folder / "journal.jsonl").read_bytes().split(b"\n")[:-1]
     yield (

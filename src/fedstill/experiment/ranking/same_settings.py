@@ -32,7 +32,7 @@ def unlike_suite(entry: Entered, suite: Suite) -> str:
         return why
     for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
-        told, suites = (entry.folder / place / "config.toml").read_text(), portable(run.settings.toml)
+        told, suites = (entry.folder / place / "config.toml").read_text(encoding="utf-8"), portable(run.settings.toml)
         if told == suites:
             continue
         has, wants = (flat(_comparable(entry, tomllib.loads(text))) for text in (told, suites))
@@ -45,7 +45,9 @@ def unlike_suite(entry: Entered, suite: Suite) -> str:
 
 def _other_method(entry: Entered, suite: Suite) -> str:
     """Of a method of its own file: all runs have that file, what was chosen of it, and the same other fields."""
-    configs = {place: (entry.folder / place / "config.toml").read_text() for place in places_of(entry, suite)}
+    configs = {
+        place: (entry.folder / place / "config.toml").read_text(encoding="utf-8") for place in places_of(entry, suite)
+    }
     methods = {place: tomllib.loads(config)["method"] for place, config in configs.items()}
     first = next(iter(methods.values()))
     chosen = {k.removeprefix("method."): v for k, v in entry.fields.items() if k.startswith("method.")}
@@ -88,7 +90,7 @@ def _comparable(entry: Entered, tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def settings_told(entry: Entered, place: str) -> Settings:
     """A run's settings; a method of its own file is FedAvg here, which draws the same and executes nothing of it."""
-    tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text()))
+    tree = as_it_began(tomllib.loads((entry.folder / place / "config.toml").read_text(encoding="utf-8")))
     if entry.file:
         tree = {**tree, "method": {"name": "fedavg"}, "plan": {}}
     return settle(from_tree(tree, {}, None), here=False)

@@ -208,7 +208,7 @@ def own_suite(path: Path) -> Suite:
     if path.stem in suite_names():
         raise ConfigError(f"{path}: {path.stem} is the name of a suite that ships; call the file otherwise")
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the suite {path} cannot be read: {error}") from error
     _own[path.stem] = _suite(path.stem, tree)

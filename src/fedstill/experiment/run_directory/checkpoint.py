@@ -102,7 +102,7 @@ class Checkpoints:
         """Names from the newest that ``LATEST`` points to; one written later was never completed."""
         names = sorted((p.name for p in self.folder.glob("*.json")), reverse=True)
         try:
-            newest = (self.folder / "LATEST").read_text().strip()
+            newest = (self.folder / "LATEST").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             return names
         return [n for n in names if n <= newest] or names

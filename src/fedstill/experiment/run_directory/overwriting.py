@@ -72,6 +72,6 @@ def _holds_run(folder: Path) -> bool:
     except OSError:
         pass
     try:
-        return set(tomllib.loads((folder / "config.toml").read_text())) >= TABLES
+        return set(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))) >= TABLES
     except (OSError, ValueError, RecursionError):
         return False

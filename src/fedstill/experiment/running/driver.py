@@ -240,7 +240,7 @@ class Driver:
         path = self.folder / BEFORE
         if not path.is_file():
             write_whole(path, secrets.token_hex(8).encode())
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
 
     def _identity(self) -> str:
         """Which run this is, for its clients: the same after a resume, another for every run."""

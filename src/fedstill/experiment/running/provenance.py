@@ -58,7 +58,7 @@ def processor(described: Path = Path("/proc/cpuinfo")) -> str:
     ``described``: where Linux describes it. The name alone does not tell: two generations of one maker can share it.
     """
     try:
-        lines = described.read_text().splitlines()
+        lines = described.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}

@@ -65,7 +65,7 @@ def write_folder(model: TrainedModel, run: Path, place: Path) -> float:
 
 
 def _script(lines: str) -> str:
-    text = Path(standalone.__file__).read_text()
+    text = Path(standalone.__file__).read_text(encoding="utf-8")
     assert LINES in text
     return text.replace(LINES, lines)
 

@@ -99,7 +99,7 @@ def _added(folder: Path) -> list[Look]:
     if not path.is_file():
         return []
     try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged; delete it, and ask again") from error
 

@@ -1,0 +1,57 @@
+"""On a machine whose texts and terminal are not in UTF-8, as clusters have it with ``LANG=en_US``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+CONFIG = """
+rounds = 1
+[data]
+name = "obst.csv"
+columns = ["größe", "gewicht"]
+label_column = "sorte"
+[partition]
+kind = "dirichlet"
+alpha = 1.0
+min_size = 1
+[topology]
+clients = 3
+[model]
+name = "mlp"
+"""
+
+
+def fedstill(folder: Path, *words: str, **environment: str) -> str:
+    settings = {**os.environ, **environment}
+    command = [sys.executable, "-m", "fedstill", *words]
+    done = subprocess.run(command, cwd=folder, env=settings, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    return done.stdout.decode("latin-1")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    rows = [f"{i % 7}.5,{i % 5},{('Äpfel', 'Süßkirschen')[i % 2]}" for i in range(60)]
+    (tmp_path / "obst.csv").write_text("\n".join(["größe,gewicht,sorte", *rows]), encoding="utf-8")
+    (tmp_path / "obst.toml").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_run_and_its_report_where_texts_are_ascii(place: Path) -> None:
+    fedstill(place, "run", "obst.toml", "--out", "one", "-q", **ASCII)
+    fedstill(place, "report", "one", **ASCII)
+    page = (place / "one" / "report.html").read_text(encoding="utf-8")
+    assert "größe" in page
+    assert "Ã" not in page
+
+
+def test_a_terminal_prints_what_is_near_to_what_it_lacks(place: Path) -> None:
+    said = fedstill(place, "explain", "obst.toml", PYTHONIOENCODING="ascii")
+    assert "gr??e" in said
+    assert "##" in said  # the darkest shade of the drawn split
