@@ -10,6 +10,9 @@ LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/b
 demo: .venv/ready
 	.venv/bin/fedstill demo
 
+# The tests' own files are in UTF-8, whatever a machine's locale is; tests/cli/test_other_encodings.py has another.
+test slow: export PYTHONUTF8 = 1
+
 test: .venv/ready
 	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
 
