@@ -148,7 +148,7 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
         ends = "by {:.1f}, {:.1f} and {:.1f} points".format(*means)
         assert f"on all seeds, {ends} in the mean of the last ten rounds" in text
     leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
-    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], "rounds in which it is not above"
+    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], "rounds not above"
     quarters = [[f"{statistics.fmean(of_seed[i : i + 50]):.1f}" for i in range(0, 200, 50)] for of_seed in leads]
     first, second, third = ("{}, {}, {} and {}".format(*of_seed) for of_seed in quarters)
     assert f"{first} points on the first seed, {second} on the second, {third} on the third" in text

@@ -43,10 +43,8 @@ class Classifier(nn.Module):
     def load(cls, folder: str | Path = Path(__file__).parent) -> Classifier:
         """The model of a folder; by default of the one that this file is in."""
         place = Path(folder)
-        return cls(
-            load_file(place / "model.safetensors"),
-            json.loads((place / "config.json").read_text("utf-8", encoding="utf-8")),
-        )
+        settings = json.loads((place / "config.json").read_text(encoding="utf-8"))
+        return cls(load_file(place / "model.safetensors"), settings)
 
     def forward(self, examples: Tensor) -> Tensor:
         """Logits (N, classes) of examples."""
