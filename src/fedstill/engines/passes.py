@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -121,8 +121,14 @@ def right_by_example(predict: Predict, data: Examples, inputs: Inputs, workers: 
 
 def correct_by_class(predict: Predict, data: Examples, inputs: Inputs, classes: int, workers: int = 1) -> Tensor:
     """How many examples of each class are predicted right: (C,) int64; ``workers`` as in ``by_shard``."""
-    right = right_by_example(predict, data, inputs, workers)
-    return torch.bincount(data.labels.cpu()[right], minlength=classes)
+    said = by_shard(lambda logits: logits.argmax(1), predict, data, inputs, workers)
+    return counted_right(said, data.labels, classes).cpu()
+
+
+def counted_right(said: Sequence[Tensor], labels: Tensor, classes: int) -> Tensor:
+    """How often the classes said (n,), in parts, are the labels (n,): by class (C,) int64, where these are."""
+    counts = torch.zeros(classes, dtype=torch.int64, device=labels.device)
+    return counts.index_add_(0, labels, (torch.cat(list(said)) == labels).long()) if said else counts
 
 
 def _is_shared(predict: Predict) -> bool:

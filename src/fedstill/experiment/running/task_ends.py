@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstill.engines.cores import workers
-from fedstill.engines.passes import Predict, by_shard, correct_by_class
+from fedstill.engines.passes import Predict, by_shard, correct_by_class, counted_right
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.site_rows import SiteRows, mean_row
 from fedstill.metrics import tasks as over
@@ -180,14 +180,14 @@ class TaskEnds:
 
     def _passed(self, predict: Predict, test: Examples, seen: Sequence[int]) -> tuple[Tensor, Tensor]:
         classes = self.prepared.world.classes
-        on, labels = self._mask(seen or range(classes)).to(test.labels.device), test.labels.cpu()
+        on = self._mask(seen or range(classes)).to(test.labels.device)
 
-        def both(logits: Tensor) -> Tensor:
-            return torch.stack([logits.where(on, 100 * OFF).argmax(1), logits.argmax(1)])
+        def both(logits: Tensor) -> tuple[Tensor, Tensor]:
+            return logits.where(on, 100 * OFF).argmax(1), logits.argmax(1)
 
         said = by_shard(both, predict, test, self.prepared.sites.inputs, workers())
-        each = torch.cat([torch.zeros(2, 0, dtype=torch.int64), *(s.cpu() for s in said)], dim=1)
-        among, over_all = (torch.bincount(labels[own == labels], minlength=classes) for own in each)
+        each = [counted_right([shard[k] for shard in said], test.labels, classes) for k in (0, 1)]
+        among, over_all = torch.stack(each).cpu()
         return among, over_all
 
     def _row(self, correct: Tensor, accuracy: Tensor) -> list[float]:
