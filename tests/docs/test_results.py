@@ -149,20 +149,30 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
         assert f"on all seeds, {ends} in the mean of the last ten rounds" in text
     leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
     assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], "rounds not above"
-    quarters = [[f"{statistics.fmean(of_seed[i : i + 50]):.1f}" for i in range(0, 200, 50)] for of_seed in leads]
-    first, second, third = ("{}, {}, {} and {}".format(*of_seed) for of_seed in quarters)
+    first, second, third = map(by_fifties, leads)
     assert f"{first} points on the first seed, {second} on the second, {third} on the third" in text
     tens = [[accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)]
     said = [f"{min(ten):.0f} to {max(ten):.0f} %" for ten in tens]
     assert "are {} for FedAvg, {} for FedNTD, {} for FedADKD".format(*said) in text
 
 
-def full_size(method: str) -> list[list[float]]:
+def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
+    ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
+    lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
+    said = f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on average over each fifty"
+    assert f"{said} rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
+
+
+def by_fifties(lead: list[float]) -> str:
+    return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
+
+
+def full_size(method: str, seeds: tuple[int, ...] = (1, 2, 3)) -> list[list[float]]:
     """The accuracies [%] by round of each seed of a row of Table II at full size."""
     row = readable(ROOT / "results" / "fedadkd-table2-full") / f"CIFAR-10_.1_{method}"
-    journals = [read_journal(row / f"seed{seed}" / "journal.jsonl") for seed in (1, 2, 3)]
+    journals = [read_journal(row / f"seed{seed}" / "journal.jsonl") for seed in seeds]
     curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in journals]
-    assert [len(curve) for curve in curves] == [200] * 3
+    assert [len(curve) for curve in curves] == [200] * len(seeds)
     return curves
 
 
