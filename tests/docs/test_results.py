@@ -159,8 +159,8 @@ def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
 def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
     ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
     lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
-    said = f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on average over each fifty"
-    assert f"{said} rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
+    said = f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on average over each"
+    assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
 
 
 def by_fifties(lead: list[float]) -> str:
