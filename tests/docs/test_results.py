@@ -163,6 +163,12 @@ def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
     assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
 
 
+def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
+    (scaffold,) = full_size("SCAFFOLD", seeds=(1,))
+    said = f"it ends at {scaffold[-1]:.1f} %, and is never above {max(scaffold):.1f} %"
+    assert said in " ".join(PAGE.split())
+
+
 def by_fifties(lead: list[float]) -> str:
     return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
 
