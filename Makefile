@@ -27,7 +27,7 @@ lint: .venv/ready
 grid: .venv/ready
 	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" .venv/bin/python tests/grid.py --pip-args="$(PIP_ARGS)" --rows="$(ROWS)" $(ARGS)
 
-# make house: files, lines, the longest of both, circles of imports, names that occur twice.
+# make house: files, lines, the longest of both, circles of imports, names that occur twice, texts without an encoding.
 house: .venv/ready
 	.venv/bin/python tools/house.py --found
 

@@ -32,7 +32,11 @@ T = TypeVar("T")
 def shards(values: Tensor, inputs: Inputs) -> Iterator[Tensor]:
     """Stored values as inputs, in fixed shards and in their order."""
     for start in range(0, values.shape[0], SHARD):
-        yield channels_last(inputs.plain(values[start : start + SHARD]))
+        yield _shard(values, start, inputs)
+
+
+def _shard(values: Tensor, start: int, inputs: Inputs) -> Tensor:
+    return channels_last(inputs.plain(values[start : start + SHARD]))
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def by_shard(act: Callable[[Tensor], T], predict: Predict, data: Examples, input
     """
 
     def one(start: int) -> T:
-        return act(predict(channels_last(inputs.plain(data.values[start : start + SHARD]))))
+        return act(predict(_shard(data.values, start, inputs)))
 
     jobs = [partial(one, start) for start in range(0, len(data), SHARD)]
     if workers < 2 or torch.get_num_threads() > 1 or data.values.device.type != "cpu" or not _is_shared(predict):
