@@ -70,7 +70,9 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
 @deploy.command(name="admit")
 def admit_command(directory: Path) -> int:
-    """Read the list of keys again, while the server runs: let in who is new on it, and who is no longer on it no more.
+    """Read the list of keys again, while the server runs.
+
+    It lets in clients that are new on the list, and shuts out those that are no longer on it.
 
     Args:
         directory: The federation's folder. Keys are in its server/allowed, a file clientN.pub for each client.

@@ -1,6 +1,6 @@
 """New data: of its examples a client has some in round 1, and the rest comes with the rounds, by a stated rule.
 
-Source: QKT, section 6, leaves "real-time and highly dynamic scenarios" to future work, without a rule.
+Source: QKT, section 5, leaves "real-time and highly dynamic scenarios" to future work, without a rule.
 Reading: what arrives is the client's own part of the split, in equal parts; what has arrived stays.
 """
 
