@@ -123,6 +123,15 @@ def test_a_partition_is_added_as_the_page_says(
     del sys.modules["hospitals"]
 
 
+def test_a_stream_is_added_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    follow("tasks.md", tmp_path, capsys)
+    drawn = capsys.readouterr().out
+    assert [f"task {t}, rounds" in drawn for t in (1, 2, 3, 4)] == [True, True, True, False]
+
+
 def test_a_callback_is_added_as_the_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
 from fedstill.experiment.running.runner import run
+from fedstill.experiment.why.falls import add_looks
 from fedstill.report.page import write_page
 from flowers import needs_flower
 from forking import SETTINGS
@@ -55,10 +56,11 @@ def test_whatever_a_run_writes_is_known(setting: str, whole: Whole, tmp_path: Pa
     ],
     ids=["measures", "flower"],
 )
-def test_so_is_what_measures_sites_and_the_report_write(experiment: Experiment, tmp_path: Path) -> None:
+def test_so_is_what_measures_sites_the_report_and_why_write(experiment: Experiment, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run(experiment, folder, toys.blobs())
     write_page([folder], folder / "report.html")
+    add_looks(folder, [{"round": 1}])
     (folder / "holder.json").write_text("{}")
     before = {p.split("/")[0] for p in files(folder)}
     assert before >= ({"measures"} if experiment.measure != ("local",) else {"sites"})

@@ -60,6 +60,16 @@ def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
     assert two.settings.method.caution(two.world) == ""
 
 
+def test_over_one_task_the_clients_of_glfc_have_a_loss_of_their_own_and_say_which() -> None:
+    one, plain = ready("glfc_local", toys.blobs()), ready("fedavg", toys.blobs())
+    said = one.settings.method.caution(one.world)
+    assert said == "without [stream] there is no earlier task, and only its first task's loss acts; add [stream]"
+    got, expected = trained(one), trained(plain)
+    assert any(not torch.equal(got[k], v) for k, v in expected.items())
+    two = ready("glfc_local", toys.blobs(), stream={"kind": "classes", "tasks": 2}, rounds=4)
+    assert two.settings.method.caution(two.world) == ""
+
+
 @pytest.mark.parametrize("method", MORE, ids=str)
 def test_what_does_more_says_nothing(method: object) -> None:
     one, plain = ready(method, two_classes()), ready("fedavg", two_classes())

@@ -9,9 +9,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 import toys
+from fedstill.data.sources import from_clients
 from fedstill.errors import ConfigError
+from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.shown import MOST_CLASSES, forgotten_table, notebook_table, shaded
 from fedstill.experiment.running.runner import run
@@ -85,6 +88,30 @@ def test_columns_of_other_methods_are_documented_too(name: str, tmp_path: Path) 
         asked = result.clients().query("name == 'transfer'")["query"].dropna()
         assert len(asked)
         assert asked.str.fullmatch(r"\d").all()
+
+
+def halves(client: int) -> list[tuple[Tensor, Tensor]]:
+    """A client's training and test examples."""
+    some = toys.blobs(seed=client, size=60).train
+    return [(some.values[:40], some.labels[:40]), (some.values[40:], some.labels[40:])]
+
+
+SETTINGS = {
+    "tasks": toys.toy(rounds=2, stream={"kind": "classes", "tasks": 2}),
+    "raised queries": toys.asking_again(),
+    "contributions": toys.toy("fd", rounds=1, measure=("contributions",), measure_every=1),
+    "own tests": Experiment(method="local_only", rounds=1, model="logistic", measure=()),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_so_are_columns_of_other_settings(setting: str, tmp_path: Path) -> None:
+    own = from_clients("own", [(halves(c)[0], halves(c)[1]) for c in range(2)])
+    result = run(SETTINGS[setting], tmp_path / "run", data=own if setting == "own tests" else toys.blobs())
+    for frame, heading in ((result.rounds(), "result.rounds()"), (result.clients(), "result.clients()")):
+        assert not unknown(list(frame.columns), documented(f"The columns of `{heading}`"))
+    if setting == "contributions":
+        assert f"correct_after.{result.classes[-1]}" in result.clients().columns
 
 
 def test_a_result_is_one_short_line(result: Result) -> None:

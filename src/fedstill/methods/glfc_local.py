@@ -50,6 +50,11 @@ class GLFCLocal(Replay):
             return "its losses have weights of their own; leave method.alpha and method.beta out"
         return super().misfit(stages, world)
 
+    def caution(self, world: World) -> str:
+        if world.stream.tasks > 1:
+            return ""
+        return "without [stream] there is no earlier task, and only its first task's loss acts; add [stream]"
+
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         """The model of a task's end teaches the whole next task."""
         if world.stream.task(state.round) > 0 and world.stream.begins(state.round):

@@ -22,6 +22,8 @@ BY_CLASS = frozenset(
         "label_counts",
         "correct_by_class",
         "correct_by_epoch",
+        "correct_before",
+        "correct_after",
         "counts",
         "before",
         "after",

@@ -13,12 +13,12 @@ from fedstill.files import is_leftover, remove
 HEX, MEMORY = "[0-9a-f]{64}", r"client-?\d+-round\d+-stage\d+\.safetensors"
 
 WRITTEN = re.compile(
-    r"config\.toml|journal\.jsonl|(summary|trackers)\.json|(model|split)\.safetensors|report\.html|holder\.json|lock|sums-name|sum-left\.json"
+    r"config\.toml|(journal|why)\.jsonl|(summary|trackers)\.json|(model|split)\.safetensors|report\.html|holder\.json|lock|sums-name|sum-left\.json"
     rf"|checkpoints/(\d{{7}}-\d{{7}}\.json|LATEST|objects(/{HEX}\.safetensors)?)|memory/{MEMORY}"
     rf"|measures/[^/]+\.safetensors|checkpoints|memory|measures|tensorboard(/events\.out\.tfevents\.[^/]+)?"
     rf"|sites(/\w+(/client\d+(/({MEMORY}|\d{{7}}-\d{{7}}\.reply|noised|secure-sums?|tasks|\.lock))?)?)?"
 )
-"""The paths that a run writes, and the report of it, relative to its directory."""
+"""The paths that a run writes, its report and the looks of `fedstill why`, relative to its directory."""
 
 KEPT = ("lock", "holder.json")
 """Files that are in use while the directory is cleared."""
