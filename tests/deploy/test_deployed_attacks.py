@@ -79,7 +79,7 @@ STRANGERS: dict[str, tuple[Any, ...]] = {
     "forwarded from here": ("POST", "/v1/control/start-run", {"x_forwarded_for": "127.0.0.1"}, 403, OPERATORS),
     "a forged host": ("POST", "/v1/control/start-run", {"host": "localhost", "x_real_ip": "::1"}, 403, OPERATORS),
     "a wrong key": ("POST", "/v1/control/start-run", {KEY_HEADER.replace("-", "_"): "k" * 43}, 403, OPERATORS),
-    "no signature": ("POST", "/v1/fleet/pull-messages", {}, 401, "authentication"),
+    "no signature": ("POST", "/v1/fleet/pull-messages", {}, 401, "this request is not signed"),
     "another method": ("GET", "/v1/fleet/pull-messages", {}, 403, OPERATORS),
     "no length": ("POST", "/v1/fleet/push-object", {"content_length": ""}, 413, "says its length"),
     "a large length": (

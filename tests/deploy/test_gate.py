@@ -130,6 +130,8 @@ def test_a_web_socket_is_closed_and_the_start_passes() -> None:
         {"content_length": str(MAX_BODY + 1)},
         {"content_length": "9" * 400},
         {"content_length": "-1"},
+        {"content_length": "00000000000000000000209715200"},  # its first digits are no length, the web server reads all
+        {"content_length": "007"},
         {"content_length": "1e3"},
         {"content_length": "5", "transfer_encoding": "chunked"},
     ],
@@ -156,10 +158,46 @@ def test_a_signed_request_counts_once() -> None:
     assert len(inside.came) == 3
 
 
-def test_a_stranger_cannot_use_up_a_sites_time() -> None:
-    inside = Inside(401)
+def test_a_body_is_cut_off_where_it_is_too_large_whatever_length_was_said() -> None:
+    came: list[str] = []
+
+    async def reads(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] == "http.request":
+            came.append(message["type"])
+        came.append(message["type"])
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": bytes(MAX_BODY // 4), "more_body": True}
+
+    async def send(message: Any) -> None:
+        raise AssertionError(message)
+
+    scope = {"type": "http", "method": "POST", "path": PULL, "headers": [(b"content-length", b"0")]}
+    asyncio.run(Gate(reads, KEY)(scope, receive, send))
+    assert came == ["http.request"] * 4 + ["http.disconnect"]
+
+
+@pytest.mark.parametrize("headers", [{}, {"flwr_public_key": "bm8="}, {"flwr_public_key": "*", "flwr_timestamp": "1"}])
+def test_where_sites_have_listed_keys_nothing_is_read_of_a_request_that_is_not_signed(headers: dict[str, str]) -> None:
+    inside = Inside()
+    assert asked(Gate(inside, KEY, listed=True), PULL, **headers)["status"] == 401
+    assert inside.came == []
+    assert asked(Gate(inside, KEY, listed=True), PULL, **signed())["status"] == 200
+
+
+def test_long_headers_are_no_signature() -> None:
+    gate = Gate(Inside(), KEY, listed=True)
+    for long in (signed(key=b"k" * 4000), signed(when="1" * 4000)):
+        assert asked(gate, PULL, **long)["status"] == 401
+    assert gate._signed == {}
+
+
+@pytest.mark.parametrize("status", [400, 401, 413, 415, 422])
+def test_a_stranger_cannot_use_up_a_sites_time_nor_memory(status: int) -> None:
+    inside = Inside(status)
     gate = Gate(inside, KEY)
-    assert asked(gate, PULL, **signed())["status"] == 401
+    assert asked(gate, PULL, **signed())["status"] == status
+    assert gate._signed == {}
     inside.status = 200
     assert asked(gate, PULL, **signed())["status"] == 200
 

@@ -52,6 +52,9 @@ SIGNER, SIGNED_TIME = b"flwr-public-key", b"flwr-timestamp"
 MAX_BODY = 64 << 20
 """Bytes of one request; Flower cuts arrays into pieces of 5 MB."""
 
+MAX_SIGNER = 200
+"""Bytes of a public key, and of a time, as they stand in a header; Flower's have 124 and 32."""
+
 SIGNED_SECONDS = 330.0
 """Longer than Flower takes a signed time for now."""
 
@@ -74,10 +77,12 @@ class Gate:
     """An ASGI application that passes on to ``app`` what sites and the operator may ask, and nothing else.
 
     ``key``: the operator's. Whoever asks is known by it alone: not by an address, and by no header that a proxy sets.
+    ``listed``: whether sites have listed keys; then a request that is not signed is refused before its body is read.
     """
 
     app: Asgi
     key: bytes
+    listed: bool = False
     _signed: dict[tuple[bytes, bytes], float] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -101,18 +106,21 @@ class Gate:
         signed = _signed_by(scope)
         if not _is_sized(scope):
             return await _refuse(scope, send, 413, f"a site's request says its length, at most {MAX_BODY} bytes")
-        if signed is None:
-            return await self.app(scope, receive, send)  # with listed keys, Flower refuses it
-        if self._is_known(signed):
+        if signed is None and self.listed:
+            return await _refuse(scope, send, 401, "this request is not signed")
+        if signed is not None and self._is_known(signed):
             return await _refuse(scope, send, 401, "this request was made before")
-        self._signed[signed] = time.monotonic() + SIGNED_SECONDS
+        if signed is not None:
+            self._signed[signed] = time.monotonic() + SIGNED_SECONDS
 
         async def watched(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 401:
-                self._signed.pop(signed, None)  # it was not signed by that key, so it says nothing about its owner
+            if message["type"] == "http.response.start" and 400 <= message["status"] < 500 and signed is not None:
+                self._signed.pop(
+                    signed, None
+                )  # it was not taken, and perhaps not by that key: it says nothing of its owner
             await send(message)
 
-        await self.app(scope, receive, watched)
+        await self.app(scope, _counted(receive), watched)
 
     def _is_known(self, signed: tuple[bytes, bytes]) -> bool:
         now = time.monotonic()
@@ -124,7 +132,21 @@ class Gate:
 def _is_sized(scope: Scope) -> bool:
     """Whether a request has a length that is not too large; the web server sees that it is the true one."""
     length = _header(scope, b"content-length")
-    return not _header(scope, b"transfer-encoding") and length.isdigit() and int(length[:20]) <= MAX_BODY
+    plain = length.isdigit() and length == str(int(length[: len(str(MAX_BODY))])).encode()  # no zeros before it
+    return not _header(scope, b"transfer-encoding") and plain and int(length) <= MAX_BODY
+
+
+def _counted(receive: Receive) -> Receive:
+    """The same body, cut off where it is larger than any may be, whatever length it was said to have."""
+    left = MAX_BODY
+
+    async def counted() -> MutableMapping[str, Any]:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        return message if left >= 0 else {"type": "http.disconnect"}
+
+    return counted
 
 
 def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
@@ -132,12 +154,12 @@ def _signed_by(scope: Scope) -> tuple[bytes, bytes] | None:
 
     The key's bytes, not its text: a text can be written in more than one way.
     """
+    text, when = _header(scope, SIGNER), _header(scope, SIGNED_TIME)
     try:
-        key = b64decode(_header(scope, SIGNER), validate=True)
+        key = b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return None
-    when = _header(scope, SIGNED_TIME)
-    return (key, when) if key and when else None
+    return (key, when) if key and when and max(len(text), len(when)) <= MAX_SIGNER else None
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

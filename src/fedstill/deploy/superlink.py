@@ -40,7 +40,7 @@ def gated() -> tuple[Gate, Any]:
         raise ConfigError(f"this version of Flower starts its server otherwise than fedstill knows: {error}") from error
     if config.isolation != ISOLATION_MODE_PROCESS or config.simulation:
         raise ConfigError("the server does not start: its options let it run the code of an app")
-    return Gate(app, config.superexec_auth_secret or b""), config
+    return Gate(app, config.superexec_auth_secret or b"", listed=config.enable_supernode_auth), config
 
 
 def serve() -> int:

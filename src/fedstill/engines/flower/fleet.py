@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from fedstill.engines.flower.arriving import Arrivals
 from fedstill.engines.flower.messages import STAGE, WHOAMI, content, header_and_payload
 from fedstill.engines.flower.requests import Request, SiteReply
 from fedstill.engines.flower.waiting import Pace
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 RAISED = 2
 """Flower's error code for a ClientApp that raised: asking again would raise again."""
 
+UNREADABLE = "answered with no answer"
 
 GRACE = 5.0
 """Seconds by which a message outlives its stage: that the deadline has passed is then ours to say, not Flower's."""
@@ -75,6 +77,10 @@ class Fleet:
     clock: Clock = time
     clients: dict[int, int] = field(default_factory=dict)  # node id -> client
     _asked: dict[str, int] = field(default_factory=dict)  # message id -> node asked who it is
+    _arrivals: Arrivals = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._arrivals = Arrivals(self.grid, self.patience.max_bytes)
 
     def ask(self, requests: Sequence[Request]) -> list[SiteReply]:
         """One answer for each request, in their order; what did not come is a failure that says why."""
@@ -82,14 +88,15 @@ class Fleet:
         calls, pace = {r.client: _Call(r) for r in requests}, Pace(self.clock.monotonic)
         pace.worked()
         while True:
-            due = [c for c in calls.values() if c.answer is None and self._due(c)]
+            left = end - self.clock.monotonic()
+            due = [c for c in calls.values() if c.answer is None and self._due(c)] if left > 0 else []
             if due:
                 self._send(due, self._nodes(calls, end), end)
             self._collect(calls)
-            left = end - self.clock.monotonic()
             if all(c.answer for c in calls.values()) or left <= 0:
                 break
-            self.clock.sleep(min(pace.wait(self.patience.poll), left))
+            self.clock.sleep(max(0.0, min(pace.wait(self.patience.poll), end - self.clock.monotonic())))
+        self._arrivals.drop(m for c in calls.values() for m in c.messages)
         return [c.answer or _failed(c.request, self._silence(c)) for c in calls.values()]
 
     def _due(self, call: _Call) -> bool:
@@ -105,10 +112,10 @@ class Fleet:
         if members is not None:
             return _by_client(members())
         online = [int(n) for n in self.grid.get_node_ids()]
-        for message in self.grid.pull_messages(list(self._asked)) if self._asked else ():
-            node = self._asked.pop(message.metadata.reply_to_message_id, None)
-            if node is not None and message.has_content():
-                client = message.content.config_records.get("whoami", {}).get("client")
+        for id, came in self._arrivals.pull(self._asked).items():
+            node = self._asked.pop(id)
+            if came.message is not None and came.message.has_content():
+                client = came.message.content.config_records.get("whoami", {}).get("client")
                 if type(client) is int:
                     self.clients[node] = client
         waiting = set(self._asked.values())
@@ -144,26 +151,26 @@ class Fleet:
 
     def _collect(self, calls: dict[int, _Call]) -> None:
         under_way = {m: c for c in calls.values() for m in c.messages if c.answer is None}
-        for message in self.grid.pull_messages(list(under_way)) if under_way else ():
-            call = under_way.get(message.metadata.reply_to_message_id)
-            if call is None:
-                continue
-            call.messages.discard(message.metadata.reply_to_message_id)
-            if message.has_error():
-                code, reason = message.error.code, " ".join((message.error.reason or "").split())
-                if code == RAISED:
-                    call.answer = _failed(call.request, reason or "the app raised")
-                else:
-                    self._lose(call, f"Flower's error {code}: {reason}")
-            else:
+        for id, came in self._arrivals.pull(under_way).items():
+            call, message = under_way[id], came.message
+            call.messages.discard(id)
+            if message is None and came.again:
+                self._lose(call, came.wrong)
+            elif message is None:
+                call.answer = _failed(call.request, f"{UNREADABLE}: {came.wrong}")
+            elif not message.has_error():
                 call.answer = self._read(call.request, message)
+            elif message.error.code == RAISED:
+                call.answer = _failed(call.request, _reason(message) or "the app raised")
+            else:
+                self._lose(call, f"Flower's error {message.error.code}: {_reason(message)}")
 
     def _read(self, request: Request, message: Message) -> SiteReply:
         try:
             answer = SiteReply.of(*header_and_payload(message.content, self.patience.max_bytes))
         except Exception as error:  # whatever a message does to its reader, it is one client's
             said = str(error) if isinstance(error, BadPayload) else on_one_line(error)
-            return _failed(request, f"answered with no answer: {said}")
+            return _failed(request, f"{UNREADABLE}: {said}")
         if answer.client != request.client:
             return _failed(request, f"answered as client {answer.client}")
         return answer
@@ -188,6 +195,10 @@ def _by_client(nodes: Mapping[int, int]) -> dict[int, list[int]]:
     for node, client in nodes.items():
         by_client.setdefault(client, []).append(node)
     return by_client
+
+
+def _reason(message: Message) -> str:
+    return " ".join((message.error.reason or "").split())
 
 
 def _failed(request: Request, why: str) -> SiteReply:

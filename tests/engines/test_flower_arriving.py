@@ -1,0 +1,219 @@
+"""On Flower's own server: a reply that is broken, slow or too large is one client's failure, and the others' come."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedstill.engines.flower import arriving
+from fedstill.engines.flower.arriving import unfolded
+from fedstill.engines.flower.fleet import Fleet, Patience
+from fedstill.engines.flower.messages import content, require_flower
+from fedstill.engines.flower.requests import Request, SiteReply
+from fedstill.records import Stage
+from flowers import needs_flower
+
+pytestmark = [needs_flower, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+class Server:
+    """Flower's server without its port: its state and its handlers, as its own code has them."""
+
+    def __init__(self, clients: int) -> None:
+        require_flower()
+        from flwr.common.constant import NOOP_FLWR_AID
+        from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+        from flwr.supercore.task_identity import TaskIdentity
+        from flwr.superlink.config_loader import get_objectstore_linkstate_factories
+        from flwr.superlink.federation.noop_federation_manager import NoOpFederationManager
+
+        _, factory = get_objectstore_linkstate_factories(":flwr-in-memory:", NoOpFederationManager())
+        self.state = factory.state()
+        self.run = self.state.create_run(
+            "a/b", "1", "h", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
+        )
+        task = self.state.get_run_info(run_ids=[self.run])[0].primary_task_id
+        self.token = self.state.claim_task(task)
+        self.state.activate_task(task)
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = task, self.run, 1
+        self.nodes: list[int] = []
+        self.sent: set[str] = set()  # the parts of replies, by their ids
+        for client in range(clients):
+            node = self.state.create_node(NOOP_FLWR_AID, "x", f"key{client}".encode(), 60, name=f"client{client}")
+            self.state.activate_node(node, 60)
+            self.nodes.append(node)
+
+    def grid(self) -> Any:
+        from flwr.superlink.grid.http_grid import HttpGrid
+        from flwr.superlink.servicer.fleet import fleet_handlers as fleet
+        from flwr.superlink.servicer.runtime import runtime_handlers as runtime
+
+        state, task = self.state, self.state.get_task_by_token(self.token)
+        clients = {node: client for client, node in enumerate(self.nodes)}
+        client = SimpleNamespace(
+            GetNodes=lambda r: runtime.get_nodes(r, state, task),
+            PushMessages=lambda r: runtime.push_messages(r, state, task),
+            PullMessages=lambda r: runtime.pull_messages(r, state, task),
+            PushObject=lambda r: fleet.push_object(r, state),
+            PullObject=lambda r: fleet.pull_object(r, state),
+            ConfirmMessageReceived=lambda r: fleet.confirm_message_received(r, state, state.object_store),
+        )
+
+        class Grid(HttpGrid):  # type: ignore[misc]
+            def _connect(self) -> None:
+                self._client = client
+
+            def members(self) -> dict[int, int]:
+                return clients
+
+        grid = Grid("x", True, None, token="t")
+        grid.set_run(self.state.get_run_info(run_ids=[self.run])[0])
+        return grid
+
+    def answer(self, client: int, parts: Callable[[Any], tuple[str, dict[str, bytes]]], pushed: bool = True) -> None:
+        """What a client does with a message: it announces its reply, and pushes the parts."""
+        from flwr.app import RecordDict
+        from flwr.common.serde import recorddict_to_proto
+        from flwr.proto.fleet_pb2 import PullMessagesRequest, PushMessagesRequest
+        from flwr.proto.message_pb2 import Message as Proto
+        from flwr.proto.message_pb2 import ObjectTree, PushObjectRequest
+        from flwr.proto.node_pb2 import Node
+        from flwr.superlink.servicer.fleet import fleet_handlers as fleet
+
+        node = Node(node_id=self.nodes[client])
+        while not (
+            got := fleet.pull_messages(PullMessagesRequest(node=node), self.state, self.state.object_store)
+        ).messages_list:
+            time.sleep(0.01)
+        asked = got.messages_list[0].metadata
+        root, contents = parts(asked)
+        self.sent |= set(contents)
+        reply = Proto()
+        reply.metadata.CopyFrom(asked)
+        told = reply.metadata
+        told.message_id, told.reply_to_message_id = root, asked.message_id
+        told.src_node_id, told.dst_node_id, told.created_at, told.ttl = node.node_id, 1, time.time(), 2.0
+        reply.content.CopyFrom(recorddict_to_proto(RecordDict()))
+        tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=i) for i in contents if i != root])
+        taken = fleet.push_messages(
+            PushMessagesRequest(node=node, messages_list=[reply], message_object_trees=[tree]), self.state
+        )
+        for id in taken.objects_to_push if pushed else ():
+            one = PushObjectRequest(
+                node=node, run_id=self.run, object_id=id, object_content=contents[id], session_id=taken.session_id
+            )
+            assert fleet.push_object(one, self.state).stored
+
+
+def part(kind: str, body: bytes, children: Sequence[str] = ()) -> tuple[str, bytes]:
+    """An object of Flower's, by its id."""
+    whole = f"{kind} {','.join(children)} {len(body)}".encode() + b"\0" + body
+    return hashlib.sha256(whole).hexdigest(), whole
+
+
+def alone(kind: str, body: bytes) -> Callable[[Any], tuple[str, dict[str, bytes]]]:
+    id, whole = part(kind, body)
+    return lambda asked: (id, {id: whole})
+
+
+def good(client: int, size: int = 0) -> Callable[[Any], tuple[str, dict[str, bytes]]]:
+    """An answer as a site gives it."""
+
+    def parts(asked: Any) -> tuple[str, dict[str, bytes]]:
+        import torch
+        from flwr.app import Message, Metadata
+        from flwr.app.message import make_message
+        from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+        from fedstill.records import Payload
+
+        up = Payload({"params": {"w": torch.zeros(size)}} if size else {})
+        told = Metadata(asked.run_id, "", asked.dst_node_id, 1, asked.message_id, "", time.time(), 2.0, "train.stage")
+        message: Message = make_message(metadata=told, content=content(SiteReply(client, 1, 0, up=up)))
+        return message.object_id, {id: one.deflate() for id, one in get_all_nested_objects(message).items()}
+
+    return parts
+
+
+def asked(server: Server, patience: Patience) -> list[str]:
+    """The failures of all clients, "" for an answer."""
+    stage = Stage(1, 0, "train", tuple(range(len(server.nodes))))
+    requests = [Request("v", "c", "s", "run", client, stage) for client in stage.clients]
+    return [answer.failure for answer in Fleet(server.grid(), patience).ask(requests)]
+
+
+def beside(*acts: Callable[[], None]) -> None:
+    for act in acts:
+        threading.Thread(target=act, daemon=True).start()
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "said"),
+    [
+        ("ConfigRecord", b"", "it is no message"),
+        ("Message", b"\xff\xff\xff", "DecodeError"),
+        ("Message", b"", "IndexError"),
+    ],
+)
+def test_a_reply_that_flower_cannot_read_is_one_clients_failure(kind: str, body: bytes, said: str) -> None:
+    server = Server(2)
+    beside(lambda: server.answer(0, alone(kind, body)), lambda: server.answer(1, good(1)))
+    bad, other = asked(server, Patience(deadline=20, retries=0))
+    assert bad.startswith("answered with no answer: ")
+    assert said in bad
+    assert other == ""
+
+
+def test_a_reply_that_is_announced_and_not_sent_holds_up_nobody_and_only_until_the_deadline() -> None:
+    server = Server(2)
+
+    def late_answer() -> None:
+        time.sleep(0.5)
+        server.answer(1, good(1))
+
+    beside(lambda: server.answer(0, alone("Message", b""), pushed=False), late_answer)
+    begun = time.monotonic()
+    never, late = asked(server, Patience(deadline=3, retries=0))
+    assert never == "did not reply within the deadline of 3 s (flower.deadline)"
+    assert late == ""
+    assert time.monotonic() - begun < 20, "Flower's own grid waits for two hours"
+
+
+def test_a_reply_over_the_limit_is_refused_before_all_of_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "AROUND", 1 << 16)
+    server = Server(2)
+    beside(lambda: server.answer(0, good(0, size=100_000)), lambda: server.answer(1, good(1, size=100)))
+    large, small = asked(server, Patience(deadline=20, retries=0, max_bytes=1 << 16))
+    assert large.startswith("answered with no answer: the message has ")
+    assert "over the limit of 65536" in large
+    assert small == ""
+
+
+def test_a_part_that_stands_in_an_array_many_times_counts_as_often() -> None:
+    chunk, content_ = part("ArrayChunk", b"0" * 1000)
+    body = json.dumps({"dtype": "uint8", "shape": [1], "stype": "x", "arraychunk_ids": [0] * 500}).encode()
+    array, whole = part("Array", body, [chunk])
+    assert unfolded({chunk: content_, array: whole}) == 500 * len(content_)
+
+
+def test_many_parts_are_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving, "MAX_PARTS", 2)
+    server = Server(1)
+    beside(lambda: server.answer(0, good(0, size=10)))
+    (said,) = asked(server, Patience(deadline=20, retries=0))
+    assert "parts, over the limit of 2" in said
+
+
+def test_what_was_fetched_is_kept_at_the_server_no_longer() -> None:
+    server = Server(1)
+    beside(lambda: server.answer(0, good(0, size=10)))
+    assert asked(server, Patience(deadline=20, retries=0)) == [""]
+    assert server.sent
+    assert not [id for id in server.sent if id in server.state.object_store]
