@@ -147,6 +147,16 @@ def test_clipping_is_by_each_clients_own_norm() -> None:
     near(calm.params, free.params)
 
 
+def test_a_scalar_that_is_trained_is_clipped_with_the_rest() -> None:
+    """The scale of a simplex head is one number a client."""
+    spec = contract.spec_for("etf", (1, 8, 8), 5, {"of": "mlp", "arguments": {"hidden": (6,)}})
+    plan, start = Plan(epochs=2, batch=6, lr=0.1, clip_norm=0.1), Carry(doubles(contract.initial(spec, 0)))
+    trained = check(
+        [start] * len(VIEWS), [replace(v, model=spec) for v in VIEWS], How(plan, STAGE, STILL, 7), ClientWork()
+    )
+    assert all(t.params["head.scale"] != start.params["head.scale"] for t in trained)
+
+
 def test_clients_on_common_public_data_are_each_alone() -> None:
     public = view_of(9, 17).data
     stage = replace(STAGE, view="public")

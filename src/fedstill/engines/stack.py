@@ -105,7 +105,8 @@ class Stack:
         grads = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
         if not grads:
             return
-        total = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads]).norm(dim=0)  # (K,)
+        rows = [g.unsqueeze(-1).flatten(1) for g in grads]  # a scalar's gradients are (K,)
+        total = torch.stack([torch.linalg.vector_norm(g, dim=1) for g in rows]).norm(dim=0)  # (K,)
         factor = (norm / (total + 1e-6)).clamp(max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1)))
