@@ -51,6 +51,7 @@ def query(
     from fedstill.experiment.later_query import Later
     from fedstill.models.model_files import save_model
     from fedstill.report import answer, terminal
+    from fedstill.written_over import MODEL, refuse_other_kind
 
     if bool(by) == bool(classes):
         raise ConfigError("name what the client asks for with --classes, or what is reason to ask with --by")
@@ -58,6 +59,7 @@ def query(
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
     if ("need" in by) != bool(need):
         raise ConfigError("--by need and --need go together, e.g. --by need --need 7,9")
+    refuse_other_kind(out, MODEL)
     reason = {"by": by, **({"accuracy_under": under} if under else {})}
     reason |= {"needs": {str(client): tuple(numbered(run, need))}} if need else {}
     asked = reason if by else numbered(run, classes)

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedstill.errors import ConfigError
-from fedstill.files import as_named, write_whole
+from fedstill.files import as_named
 from fedstill.report import sections
 from fedstill.report.asked import asked, noise_probes
 from fedstill.report.chain_hops import chain
@@ -33,6 +33,7 @@ from fedstill.report.refused import refused
 from fedstill.report.targets import targets
 from fedstill.report.told_data import data_section
 from fedstill.report.weights import personal, weight_changes
+from fedstill.written_over import PAGE, refuse_other_kind, write_over
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What a browser may load for the page: nothing from anywhere else."""
@@ -45,15 +46,16 @@ TROUBLE = (
 def write_page(directories: Sequence[Path], out: Path) -> Path:
     """Write the report of the runs in (or below) some directories to the file ``out``.
 
-    Raises ConfigError if there is no run in a directory, or if ``out`` cannot be written; CorruptFile for a run that
-    cannot be read.
+    Raises ConfigError if there is no run in a directory, or if ``out`` cannot be written, or is there and no page that
+    fedstill made; CorruptFile for a run that cannot be read.
     """
+    refuse_other_kind(out, PAGE)
     text = page(groups(directories))
     if out.is_dir():
         raise ConfigError(f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, text.encode())
+        write_over(out, text.encode(), PAGE)
     except OSError as error:
         raise ConfigError(f"cannot write the report {out}: {error.strerror}") from as_named(error, out)
     return out

@@ -9,7 +9,7 @@ import tomli_w
 
 from fedstill.experiment.ranking.suites import CHOOSING_SEEDS, TEST_SEEDS
 from fedstill.experiment.ranking.where import Grid
-from fedstill.files import make_folder, write_whole
+from fedstill.files import make_folder
 from fedstill.report import agreement
 from fedstill.report.maps_shown import maps_section
 from fedstill.report.markup import Html, escape, figure, folded, grid, html_table, section, sentence
@@ -17,6 +17,7 @@ from fedstill.report.page import document
 from fedstill.report.ranking_figures import rank_figure, scatter, task_matrix
 from fedstill.report.ranking_files import about, cell_lines, chosen_where, joined, standing_head, standing_lines
 from fedstill.report.standings import Standings
+from fedstill.written_over import PAGE, write_over
 
 AGREEMENT = "agreement"
 """The section on how far tiers agree; the others have their suites' names."""
@@ -50,7 +51,7 @@ MATRIX = "Each row is a task, each column a task's end; the colour is the accura
 def write_ranking_page(every: Sequence[Standings], out: Path, maps: Mapping[str, Grid] | None = None) -> Path:
     """Write the page to a file; its path. ``maps``: by method; None: without a section on them."""
     make_folder(out.parent)
-    write_whole(out, ranking_page(every, maps).encode())
+    write_over(out, ranking_page(every, maps).encode(), PAGE)
     return out
 
 

@@ -15,6 +15,7 @@ from fedstill.report.best_first import best_first
 from fedstill.report.groups import Group
 from fedstill.report.numbers import Column, reported
 from fedstill.report.summary import NONE, columns, rows
+from fedstill.written_over import OF_TABLES, refuse_other_kind
 
 IN_LATEX = {"\\": r"\textbackslash{}", **{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\^{}"}
 """What LaTeX reads as a command, and what it prints as the sign."""
@@ -27,7 +28,7 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     """Write results and differences, three files each; the paths.
 
     against: the label of the group that all others are compared with; empty: the first. Raises ConfigError if there is
-    none of that label.
+    none of that label, and before anything is written over a file of these names that is no such table.
     """
     base = _base(compared, against)
     head, lines = result_lines(compared)
@@ -41,6 +42,8 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
         "differences.tex": latex(*difference_lines(apart)),
     }
     make_folder(folder)
+    for name in texts:
+        refuse_other_kind(folder / name, OF_TABLES[Path(name).suffix])
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]

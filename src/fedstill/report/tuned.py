@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.experiment.comparing.tuning import Trial, Tuning
-from fedstill.files import write_whole
 from fedstill.report.figures import Figure, layout
 from fedstill.report.markup import figure, html_table, section, sentence
 from fedstill.report.numbers import spread
 from fedstill.report.page import document
 from fedstill.report.summary import NONE
+from fedstill.written_over import PAGE, write_over
 
 REPORT_SEEDS = 5
 """On how many other seeds the chosen values are to be reported."""
@@ -66,7 +66,7 @@ def write_tuning_page(tuning: Tuning, out: Path) -> Path:
         if any(t.scores for t in tuning.trials)
     ]
     shown = section("Tuning", sentence(says), *drawn, html_table(head, lines, "numbers"), name="tuning")
-    write_whole(out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode())
+    write_over(out, document("Tuning", f"<header><h1>Tuning</h1></header>{shown.text}").encode(), PAGE)
     return out
 
 

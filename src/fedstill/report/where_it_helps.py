@@ -14,6 +14,7 @@ from fedstill.report.map_file import map_text
 from fedstill.report.markup import Html, escape, figure, grid, html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.report.table_files import markdown
+from fedstill.written_over import PAGE, refuse_other_kind
 
 PARTS = ("map-of-gains", "map-cells")
 """The sections of the page."""
@@ -33,6 +34,7 @@ def write_map(one: Grid, folder: Path) -> list[Path]:
         "map.csv": map_text(one),
         "map.md": f"{one.summary}. {CHANCE}.\n\n{markdown(head, lines)}",
     }
+    refuse_other_kind(folder / "index.html", PAGE)
     for name, text in texts.items():
         write_whole(folder / name, text.encode())
     return [folder / name for name in texts]

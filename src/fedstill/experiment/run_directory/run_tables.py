@@ -10,7 +10,8 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
 from fedstill.experiment.run_directory.journal import read_journal
-from fedstill.files import as_named, write_whole
+from fedstill.files import as_named
+from fedstill.written_over import RUN_TABLE, refuse_other_kind, write_over
 
 if TYPE_CHECKING:
     import pandas
@@ -30,14 +31,18 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
 def write_run_tables(run: Path, kind: str, folder: Path) -> Iterator[tuple[Path, int, int]]:
     """Write these tables to a folder as ``parquet`` or ``csv``, over older ones: (file, rows, columns) of each.
 
-    Raises what ``run_frames`` raises, and ConfigError if the folder cannot be made.
+    Raises what ``run_frames`` raises, and ConfigError if the folder cannot be made, or has other files of these
+    names.
     """
     frames = run_frames(run)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from as_named(error, folder)
+    paths = {name: folder / f"{name}.{kind}" for name in frames}
+    for path in paths.values():
+        refuse_other_kind(path, RUN_TABLE)
     for name, frame in frames.items():
-        path = folder / f"{name}.{kind}"
-        write_whole(path, frame.to_parquet(index=False) if kind == "parquet" else frame.to_csv(index=False).encode())
-        yield path, *frame.shape
+        data = frame.to_parquet(index=False) if kind == "parquet" else frame.to_csv(index=False).encode()
+        write_over(paths[name], data, RUN_TABLE)
+        yield paths[name], *frame.shape

@@ -17,7 +17,8 @@ from torch.export import Dim, ExportedProgram
 
 from fedstill.errors import ConfigError, FedstillError, on_one_line
 from fedstill.experiment.trained.trained_model import OnlyCalled, TrainedModel
-from fedstill.files import make_folder, write_whole
+from fedstill.files import make_folder
+from fedstill.written_over import ONNX, PROGRAM, refuse_other_kind, write_over
 
 TRIED = (1, 7)
 """How many examples of noise an exported program is tried on, one batch after the other."""
@@ -41,14 +42,18 @@ def exported(network: nn.Module, example: Tensor) -> ExportedProgram:
 
 
 def write_program(model: TrainedModel, path: Path) -> float:
-    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far its logits are off."""
+    """Write a model as a program of ``torch.export``, which ``torch.export.load`` reads; how far its logits are off.
+
+    Raises ConfigError over a file that is no such program.
+    """
+    refuse_other_kind(path, PROGRAM)
     program = exported(model, model.noise(2))
     away = furthest(model, program.module())
     out = io.BytesIO()
     with quiet():
         torch.export.save(program, out)
     make_folder(path.absolute().parent)
-    write_whole(path, out.getvalue())
+    write_over(path, out.getvalue(), PROGRAM)
     return away
 
 
@@ -58,8 +63,10 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     What is no image goes in as ``values``.
 
     The names of the classes, as JSON, and what was trained on what stand in its metadata. Gives how far its logits are
-    off in onnxruntime; None if that is not installed. Raises ConfigError without onnx and onnxscript.
+    off in onnxruntime; None if that is not installed. Raises ConfigError without onnx and onnxscript, and over a file
+    that is no ONNX model.
     """
+    refuse_other_kind(path, ONNX)
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
@@ -76,7 +83,7 @@ def write_onnx(model: TrainedModel, path: Path) -> float | None:
     data = _described(made.model_proto, {"classes": model.classes, **_made_of(model), **model.about})
     away = _in_onnxruntime(model, data)
     make_folder(path.absolute().parent)
-    write_whole(path, data)
+    write_over(path, data, ONNX)
     return away
 
 
