@@ -19,7 +19,7 @@ COMMON = {
     "rounds": ROUNDS,
     "threads": 1,
     "data": "digits",  # 1,797 handwritten digits that ship inside scikit-learn
-    "partition": {"kind": "dirichlet", "alpha": 0.1},  # most clients hold two or three of the ten digits
+    "partition": {"kind": "dirichlet", "alpha": 0.1},  # 14 of 20 clients hold four digits or fewer
     "topology": {"kind": "parallel", "clients": 20, "sampled": 5},
     "plan": {"epochs": 5, "batch": 20, "lr": 0.05},
 }

@@ -9,7 +9,7 @@ from fedstill.cli.app import Flag, Quiet, app, say
 
 @app.command(name="audit")
 def audit_command(*rows: str, quick: Flag = False, out: Path | None = None, quiet: Quiet = False) -> int:
-    """Measure what fedstill promises on this machine: kills, damaged files, poisoned replies, privacy and others.
+    """Measure on this machine what fedstill promises: kills, damaged files, poisoned replies, privacy and others.
 
     Writes audit.json and audit.html. Exit code 1 if any trial fails. The whole takes hours; --quick takes minutes.
 

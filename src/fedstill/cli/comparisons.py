@@ -100,7 +100,7 @@ def report(
     """Write one HTML page from runs: curves, class-wise heat maps, splits, settings that differ, cost.
 
     Args:
-        directories: Directories of runs, or with runs below them.
+        directories: At least one: directories of runs, or with runs below them, or packs.
         out: The page. Unset, report.html in the first directory, or in that of which a pack was made.
         tables: Also write the results and differences paired by seed to this directory, as CSV, Markdown and LaTeX.
         against: The label of the runs that differences are to. Unset, the first.
@@ -128,7 +128,7 @@ def report(
 
 @app.command(name="pack")
 def pack_command(directory: Path) -> int:
-    """Write the configs, journals and summaries of all runs below a directory to one file, DIRECTORY.runs.tar.xz.
+    """Write configs, journals, splits and summaries of all runs below a directory to one file, DIRECTORY.runs.tar.xz.
 
     `fedstill report` and `fedstill reproduce --table` read it as they read the directory, which may then be deleted.
 

@@ -17,7 +17,7 @@ DEAR = 0.25
 
 @app.command
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
-    """Check a config as a run would; show every value with its origin, the arithmetic of a run, and the data's split.
+    """Check a config as a run would; show every value that counts, its origin, a run's arithmetic, the data's split.
 
     Where the ranking's maps (fedstill rank map) have a cell near this setting, it says what they found there.
 

@@ -27,7 +27,7 @@ def forgetting_command(
     Where the first column counts the rows, a first row 0 is the untrained model.
 
     Args:
-        matrices: CSV files of accuracies, directories of runs with tasks, or both.
+        matrices: At least one: CSV files of accuracies, directories of runs with tasks, or both.
         unit: Whether a file's accuracies are percentages or shares. Unset, percentages where one is above 1.
         initial: The untrained model's accuracy in each column, for forward transfer.
         class_tasks: Where columns are classes: the task of each, counted from 0 or from 1.

@@ -102,8 +102,8 @@ def rank_choose(
 ) -> int:
     """Choose each row's fields among the suite's tries, on training images that clients lack and on seeds 100 to 102.
 
-    Shipped suites have their fields already. Of a track whose fields another one chooses (both: time) it says so. The
-    same command goes on where it was stopped.
+    Shipped suites have their fields already, but for small-public and small-peers. Of a track whose fields another one
+    chooses (both: time) it says so. The same command goes on where it was stopped.
 
     Args:
         tier: digits, small, or the file of a suite of yours.
@@ -148,8 +148,9 @@ def rank_enter(
 ) -> int:
     """Enter a method of yours: check it, choose its fields, do its runs, write its entry, and print its row.
 
-    Its tries are the class variable `tries` of the method: at most five tables of its fields. Without it five learning
-    rates are tried. The same command goes on where it was stopped.
+    Its tries are the class variable `tries` of the method: at most five tables of its fields. Without it the tries of
+    the suite's FedAvg are taken: five learning rates (time, both: heads and rates; peers: the defaults alone). The same
+    command goes on where it was stopped.
 
     Args:
         method: The method's file, as docs/add_a_method.md says how to write one.

@@ -34,7 +34,7 @@ def rank_check(
     method's own file is executed, if it has one.
 
     Args:
-        entries: Folders of entries, or folders or packs with entries below them.
+        entries: At least one: folders of entries, or folders or packs with entries below them.
         replay: Do so many of each entry's runs again, and say how near they come.
         rounds: Only the first so many rounds of each; 0: all. Where tasks share the rounds, all are done.
         draw: The number by which these runs are drawn. Unset, one by chance, which nobody who makes an entry knows; it

@@ -38,10 +38,10 @@ def reproduce(
     Pictures are in the report that it writes; docs/papers.md says which recipe and which section is which figure.
 
     Args:
-        recipe: A table by name, e.g. fedadkd/table2.
+        recipe: A table or figure by name, e.g. fedadkd/table2.
         cells: Only these, as ROW:COLUMN with * and ?, e.g. --cells "Fed*:CIFAR-10 .1". Unset, all.
         rounds: Other than the paper's; where cells start from another run's model, the rounds of that run.
-        seeds: How many seeds: 1, 2, 3, ...
+        seeds: A count: 3 stands for seeds 1, 2, 3.
         data: Another data set than the paper's, in all columns.
         out: The directory of all runs. Unset, one under runs/ named after the recipe and what was changed.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.

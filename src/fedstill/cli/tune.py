@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fedstill.experiment.comparing.compare import Outcome
     from fedstill.experiment.comparing.variants import Variant
 
+Space = Annotated[tuple[str, ...], *Grid.__metadata__[:1], Parameter(metavar="KEY=LOW..HIGH")]
 TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_000))]
 
 
@@ -21,7 +22,7 @@ TrialCount = Annotated[int, Parameter(validator=validators.Number(gte=1, lte=10_
 def tune_command(
     config: Path | None = None,
     *,
-    space: Grid = (),
+    space: Space = (),
     trials: TrialCount = 20,
     seeds: Seeds = (100, 101, 102),
     goal: str = "",
@@ -36,11 +37,11 @@ def tune_command(
 
     Args:
         config: What all runs have in common, a TOML file. Unset, the defaults.
-        space: What may vary, e.g. --space method.beta=0.1..10:log, plan.epochs=1..5 or model=mlp,cnn. May be repeated.
+        space: What may vary, KEY=LOW..HIGH[:log] or KEY=A,B,..., e.g. --space plan.lr=0.001..1:log. May be repeated.
         trials: How many trials, those that are done already included.
-        seeds: Seeds of each trial's runs. The values are to be reported on others.
-        goal: A number of a run's summary: accuracy, mean_accuracy_last_10, forgetting, personal_accuracy and others.
-            Unset, the mean accuracy of the last ten rounds, or what clients have where that is the answer.
+        seeds: Seeds of each trial's runs. Unset, 100,101,102. The values are to be reported on others.
+        goal: A number of a run's summary: query_average_accuracy, personal_accuracy, mean_accuracy_last_10, accuracy,
+            best_accuracy, forgetting or personal_forgetting. Unset, the first of these that the runs have.
         out: The directory of all trials and the page. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.

@@ -46,7 +46,7 @@ def why_command(
     Args:
         directory: The run's directory.
         class_: The class, by number or name. Unset, the one with the deepest fall.
-        round_: The round. Unset, the one with the deepest fall.
+        round_: The round. Unset, the one with the deepest fall; with --client, round 1.
         worst: How many of the deepest falls are told of.
         exact: Ask all coalitions of the round's clients, at most ten.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).

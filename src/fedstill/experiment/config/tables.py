@@ -53,7 +53,7 @@ class TopKeys:
     measure: tuple[str, ...] = ("local",)
     """Measures beside those of the global model."""
     measure_every: Count = 10
-    """Measures look every so many rounds, and in the last one."""
+    """Measures look every so many rounds, in the last one, and in the last of each task."""
     keep_checkpoints_every: Count | None = None
     """The state after every so many rounds is kept to the end, for `fedstill why`; unset: the last three stages."""
 
