@@ -54,7 +54,9 @@ def returned(value: object, kind: type[T], function: Callable[..., Any], wanted:
 
 
 def of_kind(value: object) -> str:
-    """What something is, in words: None, a Tensor, an int."""
+    """What something is, in words: None, a Tensor, an int, the class Carry itself."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 

@@ -228,6 +228,7 @@ def test_a_function_that_predictors_gave_is_named_when_it_is_called(tmp_path: Pa
         ("fold", "return replies[0].up.params", "Mine.fold gives a dict, not a State"),
         ("down", "return state.params", "Mine.down gives a dict, not a Payload"),
         ("work", "LocalTraining(self)", "Mine.work gives None, not a ClientWork"),
+        ("work", "return LocalTraining", "Mine.work gives the class LocalTraining itself, not a ClientWork"),
     ],
 )
 def test_what_a_method_gives_must_be_what_it_is_asked_for(part: str, mistake: str, text: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fedstill.experiment.config.client_models import checked_models
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
+from fedstill.experiment.config.of_method import read_method
 from fedstill.experiment.config.of_privacy import read_privacy, refuse_unprotected
 from fedstill.experiment.config.of_stream import read_stream, refuse_with_stream, with_tasks
 from fedstill.experiment.config.paths import resolved_data_name, whole_path
@@ -27,11 +28,9 @@ from fedstill.experiment.config.unseen import NO_DATA, unseen_kind
 from fedstill.experiment.measures.choose import measures
 from fedstill.fields import Count, as_table, checked, fields_of_record, read_record, shown
 from fedstill.fitting import FIT, FITTING
-from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.ridge import NO_TRAINING, RIDGE
-from fedstill.work import ClientWork
 
 DEFAULT_CLIENTS = 20
 
@@ -57,7 +56,7 @@ def _settled(experiment: Experiment) -> Settings:
     base = experiment.base
     privacy, top = read_privacy(experiment, _top(experiment))
     data = _data(experiment)
-    named_method, method = _method(experiment)
+    named_method, method = read_method(experiment)
     clients = _number_of_clients(experiment)
     own = read_record(ClientsTable, experiment.table("clients"), "clients")
     flower = _flower(experiment)
@@ -143,15 +142,6 @@ def _backbone(said: Mapping[str, Any] | None, base: Path | None) -> Mapping[str,
 def _tokenizer(said: str | None, base: Path | None) -> str | None:
     """What makes token ids of texts, a file with its whole path."""
     return str(whole_path(said, base, "data.tokenizer")) if said and said.endswith(".json") else said
-
-
-def _method(experiment: Experiment) -> tuple[Named, Method]:
-    named = read_named("method", experiment.table("method"), experiment.base)
-    built = named.build()
-    if not isinstance(built, Method):
-        raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
-    refuse_uncalled(f"method {named.label}", built, ClientWork)
-    return named, built
 
 
 def _default_model(experiment: Experiment, data: DataTable, flower: FlowerTable) -> str:

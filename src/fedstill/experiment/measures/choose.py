@@ -9,13 +9,19 @@ from typing import Any
 
 from fedstill import registry
 from fedstill.anywhere import acting
-from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.measures.base import Measure, SaysLogits
 from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
 from fedstill.wire.privacy import GROUP
+
+NEEDS = frozenset(
+    {"chain", "test", "local_models", "uploads", "features", "plane", "queries"}
+    | {"client_data", "test_at_clients", "epochs", "held_out"}
+)
+"""What a measure may need."""
 
 
 def measures(names: Sequence[str]) -> dict[str, Measure]:
@@ -30,6 +36,10 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
             raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
         short = PurePath(name).name
         refuse_uncalled(f"measure {short}", made)
+        if isinstance(made.needs, str):
+            raise ConfigError(f"measure {short}: needs = {made.needs!r} must be a frozenset of names")
+        for need in sorted({*made.needs} - NEEDS):
+            raise UnknownName("name", need, NEEDS, f"measure {short}, needs")
         if type(made).look is Measure.look and type(made).at_client is Measure.at_client:
             raise ConfigError(f"measure {short} measures nothing: give it look or at_client")
         if short in by_name:

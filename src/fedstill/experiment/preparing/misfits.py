@@ -20,8 +20,10 @@ from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
+from fedstill.models.probing import draws_random_numbers
 from fedstill.records import SERVER, ModelSpec, Stage
 from fedstill.ridge import RIDGE, no_linear_head
+from fedstill.work import ClientWork
 
 ASKED_OF_MODELS = {
     "features": ("features", "give it submodules body and head"),
@@ -92,12 +94,16 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
-        refuse_uncalled(f"method {name}", work, Method)
+        if isinstance(work, ClientWork):
+            refuse_uncalled(f"method {name}", work, Method)
 
 
 def _check_stages(method: Method, name: str, kind: str, stages: set[str]) -> None:
     """Raise for a stage that a method does not know, and for one of a task's end that it needs and does not get."""
     if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
+        if unknown[0] in method.schedule.values():
+            todo = "write it into stages, and into plans"
+            raise IncompatibleMethod(f"method {name} does not know stage {unknown[0]!r} of its own schedule; {todo}")
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
             f"leave topology.kind out to get its own, {method.topology}"
@@ -175,3 +181,8 @@ def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
         raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
     if out.shape != (len(x), spec.classes):
         raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}")
+    if draws_random_numbers(spec, training=False):
+        raise ConfigError(
+            f"model {spec.label} draws random numbers in evaluation mode, so no two looks at it are alike; "
+            "let it draw only where self.training is true"
+        )
