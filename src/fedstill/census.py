@@ -40,9 +40,12 @@ def run_census(state: State, world: World, engine: Engine, watch: Watch, rules: 
 
 
 def _counted(reply: Reply, rules: Rules) -> Reply:
-    """The reply, or a failure where its label counts are no counts of as many examples as it claims."""
+    """The reply, or a failure where its label counts are no counts of as many examples as it claims.
+
+    One that is of another form is for the screen to judge.
+    """
     labels = reply.up.get("labels")
-    if reply.failure or not isinstance(labels, Tensor):
+    if reply.failure or not isinstance(labels, Tensor) or labels.dtype != torch.int64:
         return reply
     total = float(labels.double().sum())
     if bool((labels < 0).any()) or not reply.examples <= total <= rules.max_examples:

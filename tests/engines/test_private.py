@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,14 +27,15 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.on_flower.site_budget import demand_budget, private_visit
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.privacy_budget import WithinBudget
 from fedstill.experiment.running.runner import resume, run
 from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.keys import generator, seed_for
 from fedstill.metrics.epsilon_audit import epsilon_at_least
 from fedstill.plan import Plan
-from fedstill.records import Payload, Stage
+from fedstill.records import NOTHING, Payload, Reply, Stage
 from fedstill.wire.moments_accountant import training_epsilon
-from fedstill.wire.privacy import Privacy
+from fedstill.wire.privacy import Privacy, rows_of
 from flowers import needs_flower
 from run_bits import assert_same_bits, bits, stopped
 
@@ -148,14 +150,53 @@ def test_of_a_real_site_the_server_stops_before_the_stage_that_costs_too_much(ep
     last = []
     for one in (site, simulated):
         for stage in stages():
-            try:
-                one.demand(stage, [0])
-            except BudgetSpent:
+            if one.over(stage, 0):
                 last.append(stage.round)
                 break
             one.mark(stage, [{"name": "train", "client": 0, "examples": 1000}], {})
             assert (one.spent(0) or 0) <= epsilon
     assert last[0] == last[1] > 1
+
+
+class Answering:
+    """An engine whose clients answer at once; it notes who was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def run(self, work: Any, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        self.asked = sorted(downs)
+        return [Reply(client, NOTHING, 10, {}, stage.round, stage.index) for client in downs]
+
+    def commit(self, stage: Stage, clients: Any) -> None: ...
+
+
+def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None:
+    """A site that claims one example takes it in every step, and so spends all at once: of its own."""
+    spending, engine = budget(epsilon=8.0), Answering()
+    first, second = (Stage(r, 0, "train", (0, 1)) for r in (1, 2))
+    within, downs = WithinBudget(engine, spending, on_sites=True), {0: NOTHING, 1: NOTHING}
+    within.run(None, first, downs, 0)  # type: ignore[arg-type]
+    said = [{"name": "train", "client": 0, "examples": 1000}, {"name": "train", "client": 1, "examples": 1}]
+    spending.mark(first, said, {})
+    replies = {reply.client: reply.failure for reply in within.run(None, second, downs, 0)}  # type: ignore[arg-type]
+    assert engine.asked == [0]
+    assert replies[0] == ""
+    assert re.match(r"client 1 has spent epsilon .* over privacy.epsilon = 8", replies[1])
+    before = spending.spent(1)
+    again: list[dict[str, Any]] = [{"name": "train", "client": 0, "examples": 1000}, {"name": "train", "client": 1}]
+    spending.mark(second, again, {})
+    assert spending.spent(1) == before, "it was asked nothing"
+    assert "private_steps" in again[0]
+    with pytest.raises(BudgetSpent, match="client 1 has spent"):
+        WithinBudget(engine, spending).run(None, second, downs, 0)  # type: ignore[arg-type]
+    with pytest.raises(BudgetSpent, match="client 1 has spent"):
+        within.run(None, second, {1: NOTHING}, 0)  # type: ignore[arg-type]
+
+
+def test_rows_without_numbers_cost_nothing() -> None:
+    assert rows_of(Payload(logits=torch.empty(10**15, 0))) == 0
+    assert rows_of(Payload(logits=torch.zeros(3, 2))) == 3
 
 
 def test_a_site_that_times_out_once_counts_as_what_it_said_before_also_after_a_resume() -> None:

@@ -180,7 +180,7 @@ def test_counts_at_the_ends_of_the_range_are_accepted(count: int) -> None:
 def test_a_claim_is_compared_with_the_census_where_there_is_one() -> None:
     labels = torch.zeros(8, 5, dtype=torch.int64)
     labels[0, 3], labels[BAD, 1] = 10, 11
-    replies = [reply(0), reply(BAD), reply(4)]  # 10, 12 and 14 examples; client 4 gave no census
+    replies = [reply(0), reply(BAD), replace(reply(4), examples=11)]  # 10 and 12 examples; client 4 gave no census
     accepted, refused = screen(lambda _: EXPECTED, STAGE, DOWNS, replies, DEFAULT, labels)
     assert [r.client for r in accepted] == [0, 4]
     assert refused == [Refusal(BAD, "claims 12 examples, and 11 in the census")]

@@ -138,7 +138,7 @@ class Privacy:
 
 def rows_of(up: Payload) -> int:
     """How many protected rows (of logits, of sums) a payload holds, whoever sent it and whatever else is in it."""
-    rows = [one for name in PROTECTED if isinstance(one := up.get(name), Tensor) and one.ndim]
+    rows = [one for name in PROTECTED if isinstance(one := up.get(name), Tensor) and one.ndim and one.numel()]
     return sum(one.shape[0] for one in rows)
 
 

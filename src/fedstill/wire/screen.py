@@ -133,8 +133,14 @@ def _claim(reply: Reply, most: int, labels: Tensor | None) -> str:
         return f"claims {count!r} examples"
     if count > most:
         return f"claims {count if count < MAX_NUMBER else 'endless'} examples, over clients.max_examples = {most}"
-    said = int(labels[reply.client].sum()) if labels is not None and reply.client >= 0 else 0
-    return f"claims {count} examples, and {said} in the census" if 0 < said < count else ""
+    if labels is None or reply.client < 0:
+        return ""
+    totals = labels.sum(1)
+    said, largest = int(totals[reply.client]), int(totals.max())
+    if 0 < said < count:
+        return f"claims {count} examples, and {said} in the census"
+    # whose row is 0 said that it has none, or its answer to the census was refused
+    return f"claims {count} examples, and the largest client {largest} in the census" if 0 < largest < count else ""
 
 
 def _content(up: Payload, expected: Payload) -> str:

@@ -78,7 +78,7 @@ class NoisedSums(SumUp):
     def refuses(self, reply: Reply) -> str:
         """Why clipped rows with noise cannot be these: a number too far from them; empty if they may be."""
         rows, most = reply.up.get(SUMS_GROUP), self.clip * (1 + FAR * self.noise) * (1 + ROUNDING)
-        if isinstance(rows, Tensor) and rows.is_floating_point() and bool((rows.abs() > most).any()):
+        if isinstance(rows, Tensor) and rows.dtype == torch.float64 and bool((rows.abs() > most).any()):
             return f"its sums hold {float(rows.abs().max()):.3g}, and with noise they are at most {most:.3g}"
         return ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fedstill.anywhere import acting
 from fedstill.census import census_stage
@@ -14,7 +14,7 @@ from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.training_budget import TrainingBudget
 from fedstill.method import Method
-from fedstill.records import SERVER, Payload, Reply, Stage, World
+from fedstill.records import NOTHING, SERVER, Payload, Reply, Stage, World
 from fedstill.rounds import Engine
 from fedstill.watch import place
 from fedstill.wire.privacy import GROUP, Privacy, rows_of
@@ -35,6 +35,8 @@ class Budget:
     world: World
     sums: int = 0
     rows: Counter[int] = field(default_factory=Counter)
+    unasked: frozenset[int] = frozenset()  # of the stage under way: clients that were asked nothing, as theirs is spent
+    advice: ClassVar[str] = "fewer rounds, more noise or fewer public images (method.subset)"
 
     @staticmethod
     def of(prepared: Prepared) -> Budget:
@@ -51,7 +53,7 @@ class Budget:
             client = event["client"]
             if not self.privacy.on or stage == census_stage(self.world):
                 continue
-            if client == SERVER or client not in stage.clients or "idle" in event:
+            if client == SERVER or client not in stage.clients or "idle" in event or client in self.unasked:
                 continue
             if rows := max(self.asked(stage, client), rows_of(came.get(client, Payload()))):
                 event["noised_rows"] = rows
@@ -65,17 +67,16 @@ class Budget:
             return self.sums
         return rows_of(acting(self.method, stage).expects(client, stage, self.world))
 
-    def demand(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Raise BudgetSpent if a stage would cost any of these clients more than ``privacy.epsilon`` in all."""
-        for client in clients:
-            rows = self.asked(stage, client)
-            if rows and not self.privacy.allows(self.rows[client] + rows):
-                spent, after = (self.privacy.spent(n) for n in (self.rows[client], self.rows[client] + rows))
-                raise BudgetSpent(
-                    f"{place(stage)}: client {client} has spent epsilon {spent:.3g}, and its next {rows} rows make it "
-                    f"{after:.3g}, over privacy.epsilon = {self.privacy.epsilon:g}; nothing of the stage was sent. A "
-                    "new run with fewer rounds, more noise or fewer public images (method.subset) stays below"
-                )
+    def over(self, stage: Stage, client: int) -> str:
+        """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would not."""
+        rows = self.asked(stage, client)
+        if not rows or self.privacy.allows(self.rows[client] + rows):
+            return ""
+        spent, after = (self.privacy.spent(n) for n in (self.rows[client], self.rows[client] + rows))
+        return (
+            f"client {client} has spent epsilon {spent:.3g}, and its next {rows} rows make it {after:.3g}, over "
+            f"privacy.epsilon = {self.privacy.epsilon:g}"
+        )
 
     def count(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Count what events say."""
@@ -99,15 +100,28 @@ class Budget:
 
 @dataclass(frozen=True)
 class WithinBudget:
-    """An engine that asks nobody for more than the budget has left."""
+    """An engine that asks nobody for more than the budget has left.
+
+    ``on_sites``: real sites. One of them may say what it likes of its data, and so spend its own budget at once: it is
+    left out, and the others go on. In a simulation the run ends with the first.
+    """
 
     engine: Engine
     budget: Budget | TrainingBudget
+    on_sites: bool = False
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies; raises BudgetSpent before any client has begun."""
-        self.budget.demand(stage, sorted(downs))
-        return self.engine.run(work, stage, downs, seed)
+        over = {client: why for client in sorted(downs) if (why := self.budget.over(stage, client))}
+        if over and (len(over) == len(downs) or not self.on_sites):
+            raise BudgetSpent(
+                f"{place(stage)}: {next(iter(over.values()))}; nothing of the stage was sent. A new run with "
+                f"{self.budget.advice} stays below"
+            )
+        self.budget.unasked = frozenset(over)
+        replies = self.engine.run(work, stage, {c: down for c, down in downs.items() if c not in over}, seed)
+        left_out = [Reply(c, NOTHING, 0, {}, stage.round, stage.index, failure=why) for c, why in over.items()]
+        return [*replies, *left_out]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what clients remember."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fedstill.engines.private import rate_and_steps
-from fedstill.errors import BudgetSpent
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.records import SERVER, Payload, Stage, World
-from fedstill.watch import place
 from fedstill.wire.moments_accountant import training_epsilon
 from fedstill.wire.privacy import Privacy
 
@@ -30,6 +28,8 @@ class TrainingBudget:
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
     said: dict[tuple[str, int], int] = field(default_factory=dict)
+    unasked: frozenset[int] = frozenset()  # of the stage under way: clients that were asked nothing, as theirs is spent
+    advice: ClassVar[str] = "fewer rounds or epochs, more noise (gradient_noise) or smaller batches"
 
     @staticmethod
     def of(prepared: Prepared) -> TrainingBudget:
@@ -53,7 +53,7 @@ class TrainingBudget:
         for event in events:
             for name in ("private_steps", "private_rate"):
                 event.pop(name, None)
-            if event["client"] in stage.clients and "idle" not in event:
+            if event["client"] in stage.clients and "idle" not in event and event["client"] not in self.unasked:
                 rate, steps = self.visit(stage, event["client"], event.get("examples"))
                 event |= {"private_steps": steps, "private_rate": rate} if steps else {}
         self.count(events)
@@ -71,23 +71,22 @@ class TrainingBudget:
         steps = self.steps.get(client, Counter()) + Counter({rate: more})
         return training_epsilon(self.privacy.sigma, steps, self.privacy.delta)
 
-    def demand(self, stage: Stage, clients: Sequence[int]) -> None:
-        """Raise BudgetSpent if a stage would cost any of these clients more than ``privacy.epsilon`` in all.
+    def over(self, stage: Stage, client: int) -> str:
+        """Why a stage would cost a client more than ``privacy.epsilon`` in all; empty if it would not.
 
         A real site of which nothing is known yet sees to it itself, and so does one whose data have changed.
         """
         most = self.privacy.epsilon
-        for client in clients if most is not None else ():
-            if not self.examples and (stage.name, client) not in self.said:
-                continue
-            rate, steps = self.visit(stage, client, None)
-            after = self.spent(client, rate, steps)
-            if most is not None and (after is None or after > most):
-                raise BudgetSpent(
-                    f"{place(stage)}: client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more "
-                    f"steps make it {after:.3g}, over privacy.epsilon = {most:g}; nothing of the stage was sent. A new "
-                    "run with fewer rounds or epochs, more noise (gradient_noise) or smaller batches stays below"
-                )
+        if most is None or (not self.examples and (stage.name, client) not in self.said):
+            return ""
+        rate, steps = self.visit(stage, client, None)
+        after = self.spent(client, rate, steps)
+        if after is not None and after <= most:
+            return ""
+        return (
+            f"client {client} has spent epsilon {self.spent(client):.3g}, and {steps} more steps make it {after:.3g}, "
+            f"over privacy.epsilon = {most:g}"
+        )
 
     def told(self) -> dict[str, Any]:
         """For the event of a round: each client's epsilon so far (None: unbounded) at which delta."""
