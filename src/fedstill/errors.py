@@ -76,6 +76,10 @@ class RunExists(ConfigError):
     """A directory that already holds another run."""
 
 
+class NoRun(ConfigError):
+    """A directory that holds no run."""
+
+
 class RunBusy(ConfigError):
     """A run directory that another process is writing."""
 
@@ -117,6 +121,10 @@ class MethodFailed(FedstillError):
 
 class BadReturn(FedstillError):
     """A function of a method that gave something else than it is asked for."""
+
+
+class ChangedInPlace(FedstillError):
+    """Code of a method or a measure that wrote into tensors which others have too."""
 
 
 class TooFewReplies(FedstillError):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+_global = threading.Lock()
+"""Held while a thread puts the global generator aside for a moment: then no other looks at it."""
 
 
 def seed_for(run: int, round: int, stage: int, client: int, purpose: str) -> int:
@@ -34,6 +40,33 @@ def seed_global(seed: int) -> None:
         torch.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """What draws from torch's global generators meanwhile draws from ``seed``; the CPU's is afterwards as before."""
+    with torch.random.fork_rng(devices=[]):
+        seed_global(seed)
+        yield
+
+
+@contextmanager
+def put_aside() -> Iterator[None]:
+    """For a moment, in which threads side by side wait: torch's global generator on the CPU is afterwards as before."""
+    with _global, torch.random.fork_rng(devices=[]):
+        yield
+
+
+def global_state() -> list[torch.Tensor]:
+    """Where torch's global generators stand: the CPU's, and the current CUDA device's if one is in use."""
+    with _global:
+        cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+
+
+def has_moved(since: list[torch.Tensor]) -> bool:
+    """Whether anything has drawn from them since ``global_state``."""
+    return any(not torch.equal(a, b) for a, b in zip(global_state(), since, strict=False))
 
 
 def resident(draws: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.inputs import Inputs
+from fedstill.engines.lent import Lent
 from fedstill.engines.passes import correct_by_class
 from fedstill.engines.returned import journal_fields
 from fedstill.errors import FedstillError
@@ -104,6 +105,7 @@ class ClientMeasures:
         Raises FedstillError naming the measure that failed.
         """
         began, report = time.perf_counter(), dict[str, Any]()
+        shown = Lent({"start": seen.start, "end": seen.end, "by_epoch": seen.by_epoch})
         for name, measure in self.named.items():
             start = time.perf_counter()
             try:
@@ -112,6 +114,7 @@ class ClientMeasures:
             except Exception as error:
                 who = "the server" if seen.is_server else f"client {seen.view.client}"
                 raise FedstillError(f"measure {name} failed at {who}: {reason(error, measure)}") from error
+            shown.check(measure.at_client, seen.view.client)
             if numbers is not None:
                 report |= {**numbers, f"seconds_{name}": time.perf_counter() - start}
         return {**report, "seconds_measuring": time.perf_counter() - began} if report else {}

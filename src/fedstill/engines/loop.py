@@ -4,6 +4,7 @@ parameters out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,8 +23,9 @@ from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.engines.tallies import BestEpoch, RunningSums
-from fedstill.keys import seed_for, seed_global
+from fedstill.keys import drawing_from, seed_for
 from fedstill.models import contract
+from fedstill.models.probing import draws_random_numbers
 from fedstill.origin import bad_return
 from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
 from fedstill.work import ClientWork
@@ -60,10 +62,8 @@ def train(
 ) -> Trained:
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
     view, inputs = as_carried(carry, view, inputs)
-    dropout = contract.draws_random_numbers(view.model)
-    with torch.random.fork_rng(devices=[], enabled=dropout):
-        if dropout:
-            seed_global(seed_for(seed, stage.round, stage.index, view.client, "dropout"))
+    draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
+    with drawing_from(draws) if draws_random_numbers(view.model) else nullcontext():
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
         (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained

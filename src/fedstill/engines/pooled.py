@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 
 from fedstill.engines.cores import workers
+from fedstill.engines.drawn import Drew, Unmoved, say_drawn
 from fedstill.engines.footprint import activations, step_flops
-from fedstill.engines.serial import SerialEngine
+from fedstill.engines.loop import Trained
+from fedstill.engines.serial import Begun, SerialEngine
+from fedstill.keys import drawing_from, seed_for
 from fedstill.models import contract
-from fedstill.records import ModelSpec, Payload, Reply, Stage
+from fedstill.models.probing import draws_random_numbers
+from fedstill.records import SERVER, ModelSpec, Payload, Reply, Stage
 from fedstill.work import ClientWork
 
 LIGHT = 1e6
@@ -31,12 +36,15 @@ class PooledEngine(SerialEngine):
 
     ``workers``: clients side by side; the bits do not depend on it, for each client has its threads, its modules and
     its random numbers to itself. A stage of one client, of models so small that the interpreter is what takes the time,
-    or with a model that draws from torch's one generator in a process (dropout), runs as in the serial engine.
+    or with a model that draws from torch's one generator in a process (dropout), runs as in the serial engine. So does
+    a stage, once more, in which a method is seen to draw from it, and all that follow.
     """
 
     workers: int = field(default_factory=workers)
     light: float = field(default_factory=lambda: LIGHT)
     _pool: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)  # no copy shares it
+    _shared: Unmoved | None = field(default=None, init=False, repr=False)  # while clients share the generator
+    _drawn: bool = field(default=False, init=False, repr=False)
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies of the clients that were sent something, in the order of the schedule."""
@@ -49,7 +57,43 @@ class PooledEngine(SerialEngine):
             return self._reply(work, stage, client, downs[client], seed)
 
         longest_first = sorted(clients, key=self.sites.size, reverse=True)
-        return self._side_by_side(reply, clients, longest_first)
+        with suppress(Drew), self._sharing(stage, seed):
+            return self._side_by_side(reply, clients, longest_first)
+        self._drawn = True
+        return self._one_by_one(work, stage, downs, seed)
+
+    @contextmanager
+    def _sharing(self, stage: Stage, seed: int) -> Iterator[None]:
+        """While clients share torch's global generators; raises Drew if anything has drawn from them."""
+        with drawing_from(seed_for(seed, stage.round, stage.index, SERVER, "work")):
+            self._shared = shared = Unmoved()
+            try:
+                yield
+            finally:
+                self._shared = None
+            shared.check()
+
+    def _one_by_one(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
+        """The stage once more, as in the serial engine: then all draws are by key."""
+        say_drawn(type(work).__name__)
+        return SerialEngine.run(self, work, stage, downs, seed)
+
+    def _new(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
+        reply = super()._new(work, stage, client, down, seed)
+        if self._shared is not None:
+            self._shared.check()  # before the reply is kept for other runs
+        return reply
+
+    def _train(self, work: ClientWork, stage: Stage, begun: Begun, seed: int) -> tuple[Trained | None, float]:
+        own = begun.carry.model
+        if self._shared is not None and own is not None and draws_random_numbers(own):
+            raise Drew
+        return super()._train(work, stage, begun, seed)
+
+    def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
+        if isinstance(error, Drew):
+            raise error
+        return super()._failed(work, stage, clients, error)
 
     def _side_by_side(self, act: Callable[[A], T], on: Sequence[A], begun: Sequence[A]) -> list[T]:
         """``act`` on each, as many at once as there are workers, in the order in which they are ``begun``.
@@ -66,6 +110,9 @@ class PooledEngine(SerialEngine):
         running = {what: self._pool.submit(one, what) for what in begun}
         try:
             return [running[what].result() for what in on]
+        except Drew:
+            wait([future for future in running.values() if not future.cancel()])
+            raise
         finally:
             for future in running.values():
                 future.cancel()
@@ -83,7 +130,7 @@ class PooledEngine(SerialEngine):
         return max(_work(self.world.model(c), plan.batch) for c in clients) <= self.light
 
     def _draws(self, clients: Sequence[int]) -> bool:
-        return any(contract.draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients})
+        return self._drawn or any(draws_random_numbers(spec) for spec in {self.world.model(c) for c in clients})
 
 
 def _work(spec: ModelSpec, batch: int) -> float:

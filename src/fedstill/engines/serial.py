@@ -16,15 +16,16 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.allocator import keep_freed
 from fedstill.engines.client_measures import AtClient, ClientMeasures, tested_by_task
 from fedstill.engines.frozen import FrozenModel, frozen
+from fedstill.engines.lent import Lent
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
 from fedstill.engines.precision import Precision, set_products
 from fedstill.engines.private import Private
 from fedstill.engines.returned import carry_of, journal_fields, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
-from fedstill.errors import ClientFailed, CorruptFile
+from fedstill.errors import ChangedInPlace, ClientFailed, CorruptFile
 from fedstill.files import digest
-from fedstill.keys import seed_for
+from fedstill.keys import drawing_from, seed_for
 from fedstill.origin import reason
 from fedstill.raised import as_sent, raises
 from fedstill.records import NOTHING, SERVER, Carry, Examples, Payload, Ran, Reply, Stage, View, World
@@ -60,11 +61,15 @@ class Sites(Protocol):
 
 @dataclass(frozen=True)
 class Begun:
-    """A client that has read what it was sent: what it sees, what it starts with, and the seconds that took."""
+    """A client that has read what it was sent: what it sees, what it starts with, and the seconds that took.
+
+    ``sent``: what it was sent, as it was before.
+    """
 
     view: View
     carry: Carry
     seconds: float
+    sent: Lent
 
 
 @dataclass
@@ -97,7 +102,7 @@ class SerialEngine:
         Raises CorruptFile for a damaged memory: to go on without that client would give other bits than before.
         """
         self._set_up(stage)
-        return [self._reply(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
+        return [self._alone(work, stage, client, downs[client], seed) for client in stage.clients if client in downs]
 
     def commit(self, stage: Stage, clients: Sequence[int]) -> None:
         """Keep what these clients remember of a stage."""
@@ -112,6 +117,11 @@ class SerialEngine:
         torch.backends.cudnn.deterministic = True
         set_products(self.precision)
 
+    def _alone(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
+        """A client's reply; what its work draws from torch's global generators is drawn by key."""
+        with drawing_from(seed_for(seed, stage.round, stage.index, client, "work")):
+            return self._reply(work, stage, client, down, seed)
+
     def _reply(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         try:
             if self.kept is not None and stage.name in self.kept.stages:
@@ -124,9 +134,10 @@ class SerialEngine:
     def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
         """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
 
-        Raises a CorruptFile again: to go on would give other bits than before. If it ``stops``, raises ClientFailed.
+        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. If it ``stops``, raises
+        ClientFailed.
         """
-        if isinstance(error, CorruptFile):
+        if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
         why = reason(error, work)
         if self.stops:
@@ -152,11 +163,12 @@ class SerialEngine:
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
-        view = as_sent(self.sites.view(client, stage), down)
+        view, sent = as_sent(self.sites.view(client, stage), down), Lent(down)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
+        sent.check(work.begin, client)
         if (head := self._head(stage, client)) is not None:
             carry = replace(carry, head=head)
-        return Begun(view, carry, time.perf_counter() - start)
+        return Begun(view, carry, time.perf_counter() - start, sent)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
         """Which outputs take part in a client's training on its own data, (C,) bool; None where all do."""
@@ -193,6 +205,7 @@ class SerialEngine:
         self.memory.hold(view.client, memory)
         own = journal_fields(work.report, work.report(params, carry, view, self.world))
         metrics |= {OWN: own} if own else {}
+        begun.sent.check(type(work), view.client)
         metrics["seconds_training"] = seconds
         models = (
             [carry.params, params, *(trained.by_epoch if trained else ())] if params and carry.model is None else []

@@ -7,12 +7,14 @@ import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from fedstill.engines.cores import torch_threads
+from fedstill.engines.drawn import Drew, drew_under_vmap
 from fedstill.engines.footprint import activations
 from fedstill.engines.how import How, scores_count, stage_examples, trains_its_own
 from fedstill.engines.loop import Trained, train_stack
@@ -21,6 +23,7 @@ from fedstill.engines.serial import Begun
 from fedstill.engines.stacked_carry import Structures
 from fedstill.errors import on_one_line
 from fedstill.models import contract
+from fedstill.models.probing import draws_random_numbers
 from fedstill.models.wrapped import Wrapped
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -37,7 +40,7 @@ NO_RULE = (nn.EmbeddingBag, nn.RNNBase, nn.TransformerEncoderLayer, nn.Transform
 
 def why_not(spec: ModelSpec, plan: Plan) -> str:
     """Why clients of this model and plan cannot be stacked; empty if they can."""
-    if contract.draws_random_numbers(spec):
+    if draws_random_numbers(spec):
         return f"model {spec.label} draws random numbers (dropout)"
     if spec.held:
         return "train_only keeps entries of the network as they are"
@@ -88,9 +91,11 @@ class VectorisedEngine(PooledEngine):
         by_epoch, within = self.measures.each_epoch(stage), self.world.stream.within(stage.round)
         how = How(plan, stage, self.sites.inputs, seed, self.precision, by_epoch, within)
         replies: dict[int, Reply] = {}
-        for cohort in self._cohorts(clients, plan):
-            replies |= self._cohort(work, how, {c: downs[c] for c in cohort})
-        return [replies[c] for c in clients]
+        with suppress(Drew), self._sharing(stage, seed):
+            for cohort in self._cohorts(clients, plan):
+                replies |= self._cohort(work, how, {c: downs[c] for c in cohort})
+            return [replies[c] for c in clients]
+        return self._one_by_one(work, stage, downs, seed)
 
     def _cohorts(self, clients: Sequence[int], plan: Plan) -> list[list[int]]:
         """Clients of like size together, the largest first: a stack trains as long as its largest client."""
@@ -140,6 +145,8 @@ class VectorisedEngine(PooledEngine):
         try:
             trained, seconds = self._train_group(work, how, group)
         except Exception as error:
+            if drew_under_vmap(error):
+                raise Drew from error
             clients = [begun.view.client for begun in group]
             return dict(zip(clients, self._failed(work, how.stage, clients, error), strict=True))
         replies = {}

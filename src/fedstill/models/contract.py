@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
-from fedstill.keys import seed_global
+from fedstill.keys import put_aside, seed_global
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
@@ -34,8 +34,6 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 """Layers whose behaviour differs between training and evaluation because they gather statistics."""
 
 _modules = threading.local()
-_building = threading.Lock()
-"""Held while a module is made: initial weights come from the one generator of the process."""
 
 
 def build(spec: ModelSpec) -> nn.Module:
@@ -77,14 +75,14 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
     """This thread's module of a spec and role: a module to run parameters in; its own weights are not used."""
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
-        with _building, torch.random.fork_rng(devices=[]):
+        with put_aside():
             cache[spec, role] = build(spec)
     return cache[spec, role]
 
 
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
-    with _building, torch.random.fork_rng(devices=[]):
+    with put_aside():
         seed_global(seed)
         made = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, made).items()}
@@ -134,11 +132,6 @@ def capabilities(spec: ModelSpec) -> set[str]:
     known["levels"] = split and bool(levels(m))
     known["pair"] = all(isinstance(getattr(m, name, None), nn.Module) for name in ("own", "shared"))
     return {name for name, there in known.items() if there}
-
-
-def draws_random_numbers(spec: ModelSpec) -> bool:
-    """Whether a forward pass in training mode draws from torch's process-wide generator (dropout)."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module(spec).modules())
 
 
 def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
@@ -214,7 +207,7 @@ class Predictor:
 
         Raises CorruptFile where they are not those of the architecture.
         """
-        with _building, torch.random.fork_rng(devices=[]):
+        with put_aside():
             made = build(self.spec)
         try:
             made.load_state_dict({**made.state_dict(), **self.params} if self.spec.held else dict(self.params))

@@ -168,10 +168,13 @@ def _refuse_shared(spec: ModelSpec) -> None:
 def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
     """Build a model and give it two examples, so that an error is one clear line now and not a failed client later."""
     _refuse_shared(spec)
+    if not (initial := contract.initial(spec, 0)):
+        todo = "a tensor of yours that is to be trained must be an nn.Parameter"
+        raise ConfigError(f"model {spec.label} has no parameters, so there is nothing to train: {todo}")
     some = sites.train.values[:2]
     x = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
     try:
-        out = contract.predictor(spec, contract.initial(spec, 0))(x)
+        out = contract.predictor(spec, initial)(x)
     except FedstillError:
         raise
     except Exception as error:

@@ -6,10 +6,13 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fedstill.engines.lent import Lent
 from fedstill.engines.returned import journal_fields
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room
+from fedstill.keys import drawing_from, seed_for
 from fedstill.origin import reason
+from fedstill.records import SERVER
 
 log = logging.getLogger("fedstill.measuring")
 
@@ -19,14 +22,29 @@ EVENT = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 
 def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
     """What a measure sees in a finished stage; raises FedstillError, with its place, if it fails."""
+    world, stage, shown = room.world, seen.stage, _shown(seen)
     try:
-        given = measure.look(seen, room)
+        with drawing_from(seed_for(world.seed, stage.round, stage.index, SERVER, f"measure {name}")):
+            given = measure.look(seen, room)
+        shown.check(measure.look)
         return None if given is None else journal_fields(measure.look, given, EVENT)
     except FedstillError:
         raise
     except Exception as error:
         where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
         raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
+
+
+def _shown(seen: Happened) -> Lent:
+    """What a measure is shown of the run's own tensors."""
+    states = {"before": seen.before, "after": seen.after}
+    return Lent(
+        {
+            **{name: {"params": state.params, "extra": state.extra} for name, state in states.items()},
+            "replies": [reply.up for reply in seen.replies],
+            "downs": seen.downs,
+        }
+    )
 
 
 def summed_by_measures(

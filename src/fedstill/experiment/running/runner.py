@@ -27,7 +27,9 @@ from fedstill.experiment.running.cautions import say_cautions
 from fedstill.experiment.running.driver import Driver
 from fedstill.experiment.tracking.tracker import Track
 from fedstill.experiment.tracking.tracking import send_late, wanted
-from fedstill.files import sweep, write_whole
+from fedstill.files import named_path, sweep, write_whole
+from fedstill.keys import drawing_from, seed_for
+from fedstill.records import SERVER
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid
@@ -68,7 +70,7 @@ def run(
     trackers = wanted(track)
     prepared = prepare(settings, data)
     say_cautions(prepared)
-    folder = new_directory(settings, Path(out) if out else None, overwrite)
+    folder = new_directory(settings, named_path(out) if out else None, overwrite)
     if where == "ray":
         again = partial(run, experiment, folder, data, watch, debug=debug, on_round=on_round, track=track)
         return simulate(settings, data, folder, lambda ray: again(grid=ray))
@@ -78,7 +80,8 @@ def run(
         refuse_used(folder)
         sweep(folder)
         write_whole(folder / "config.toml", prepared.settings.toml.encode())
-        with closing(Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)) as driver:
+        driver = Driver(prepared, folder, watch or Quiet(), grid, debug, on_round, trackers)
+        with closing(driver), drawing_from(seed_for(settings.seed, 0, 0, SERVER, "run")):
             return driver.go()
 
 
@@ -98,7 +101,7 @@ def resume(
     ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run was given in Python,
     where another process began it. Raises CorruptFile if it is another one.
     """
-    folder = Path(directory)
+    folder = named_path(directory)
     settings = settings_of(folder, **live)
     if data is not None:
         refuse_other_data(data)

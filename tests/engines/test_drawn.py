@@ -1,0 +1,214 @@
+"""What draws from torch's global generator: the same seed gives the same bits, in each engine and after a resume."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import toys
+from fedstill.engines import drawn, pooled
+from fedstill.errors import ConfigError
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.experiment.running.runner import resume, run
+from fedstill.losses import cross_entropy
+from fedstill.methods.fedavg import FedAvg
+from fedstill.models import contract
+from fedstill.models.probing import draws_random_numbers
+from fedstill.records import NOTHING, Carry, ModelSpec, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
+from fedstill.registry import method, register
+from fedstill.work import ClientWork
+from run_bits import assert_same_bits, bits, stopped
+
+pytestmark = pytest.mark.usefixtures("with_threads")
+
+
+@pytest.fixture(autouse=True)
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the networks, and whatever the machine, two clients at once."""
+    monkeypatch.setattr(pooled, "LIGHT", 0.0)
+    monkeypatch.setenv("FEDSTILL_WORKERS", "2")
+    drawn.say_drawn.cache_clear()
+
+
+@register("model", "toy_functional_dropout")
+class Dropping(nn.Module):
+    """Dropout that is no layer."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(functional.dropout(self.first(x.flatten(1)).relu(), 0.5, self.training))
+        return y
+
+
+@register("model", "toy_gru")
+class Recurrent(nn.Module):
+    """Dropout within a layer of another kind."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 8, num_layers=2, dropout=0.5, batch_first=True)
+        self.last = nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.rnn(x.squeeze(1))[0].mean(1))
+        return y
+
+
+@register("model", "toy_noisy")
+class Noisy(nn.Module):
+    """Noise on its inputs, also where it is looked at."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.last = nn.Linear(16, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last((x + torch.randn_like(x)).flatten(1))
+        return y
+
+
+@dataclass(frozen=True)
+class Shaken(ClientWork):
+    """Noise where a method asks for it."""
+
+    where: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        return Carry(
+            {k: v + 0.1 * torch.randn_like(v) for k, v in down.params.items()} if self.where == "begin" else down.params
+        )
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        logits = step.logits()
+        return {"ce": cross_entropy(logits + torch.randn_like(logits) if self.where == "terms" else logits, step.y)}
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        if self.where == "end":
+            params = {k: v + 0.1 * torch.randn_like(v) for k, v in params.items()}
+        return Payload(params=params), NOTHING
+
+
+@method("toy_shaken")
+@dataclass(frozen=True)
+class Shaking(FedAvg):
+    """Averaging with noise from torch's global generator.
+
+    where: begin, terms, end, fold or setup.
+    """
+
+    where: str = "terms"
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Shaken(self.where)
+
+    def setup(self, world: World) -> State:
+        state = super().setup(world)
+        return self._shaken(state) if self.where == "setup" else state
+
+    def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+        state = super().fold(state, replies, stage, world)
+        return self._shaken(state) if self.where == "fold" else state
+
+    def _shaken(self, state: State) -> State:
+        return state.next({k: v + 0.1 * torch.randn_like(v) for k, v in state.params.items()})
+
+
+@register("measure", "toy_drawing")
+class Drawing(Measure):
+    """A number that is drawn."""
+
+    def look(self, seen: Happened, room: Room) -> Numbers:
+        return {"drawn": torch.rand(()).item()}
+
+
+def twice_and_resumed(folder: Path, **changes: object) -> dict[str, Any]:
+    """The bits of a run; they are those of the same run again, and of one that was stopped and resumed."""
+    experiment = toys.toy(**{"measure": ("toy_drawing",), **changes})
+    run(experiment, folder / "one", data=toys.blobs())
+    torch.rand(7)
+    run(experiment, folder / "two", data=toys.blobs())
+    one = bits(folder / "one")
+    assert_same_bits(bits(folder / "two"), one)
+    half = stopped(experiment, folder / "half")
+    torch.rand(7)
+    resume(half, data=toys.blobs())
+    assert_same_bits(bits(half), one)
+    return one
+
+
+@pytest.mark.parametrize("model", ["toy_functional_dropout", "toy_gru"])
+def test_a_network_may_draw_in_its_forward_pass(model: str, tmp_path: Path) -> None:
+    each = [twice_and_resumed(tmp_path / name, model=model, engine=name) for name in ("serial", "pooled")]
+    assert each[0]["model.safetensors"] == each[1]["model.safetensors"]
+
+
+@pytest.mark.parametrize("where", ["begin", "terms", "end", "fold", "setup"])
+def test_a_method_may_draw(where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shaken = {"name": "toy_shaken", "where": where}
+    each = {n: twice_and_resumed(tmp_path / n, method=shaken, engine=n) for n in ("serial", "pooled", "vectorised")}
+    assert each["serial"]["model.safetensors"] == each["pooled"]["model.safetensors"]
+    if where in ("fold", "setup"):
+        assert not caplog.messages
+    else:
+        assert each["serial"]["model.safetensors"] == each["vectorised"]["model.safetensors"]
+        (line,) = caplog.messages
+        assert line.startswith("Shaken draws random numbers from torch's global generator")
+
+
+def test_what_draws_is_told_by_a_pass_that_leaves_no_trace() -> None:
+    def spec(name: str) -> ModelSpec:
+        return contract.spec_for(name, (1, 4, 4), 5)
+
+    before = torch.get_rng_state()
+    assert all(draws_random_numbers(spec(name)) for name in ("toy_functional_dropout", "toy_gru", "toy_noisy"))
+    assert not any(draws_random_numbers(spec(name), training=False) for name in ("toy_functional_dropout", "toy_gru"))
+    assert not draws_random_numbers(spec("mlp"))
+    assert not draws_random_numbers(spec("toy_batchnorm"))
+    assert torch.equal(torch.get_rng_state(), before)
+    m = contract.module(spec("toy_batchnorm"), "frozen")
+    assert int(m.get_buffer("body.1.num_batches_tracked")) == 0
+    assert not m.training
+
+
+def test_a_network_that_draws_where_it_is_looked_at_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model toy_noisy draws random numbers in evaluation mode.* self\.training"):
+        prepare(settle(toys.toy(model="toy_noisy")), toys.blobs())
+
+
+def test_a_stage_is_done_again_only_when_no_client_of_it_acts_any_more(tmp_path: Path) -> None:
+    acting, most = set[int](), [0]
+
+    @dataclass(frozen=True)
+    class Watched(Shaken):
+        def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+            if threading.current_thread() is threading.main_thread():
+                most.append(len(acting))
+            acting.add(view.client)
+            return super().begin(down, memory, view, world)
+
+        def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+            acting.discard(view.client)
+            return super().end(params, carry, ran, view, world)
+
+    ready = prepare(settle(toys.toy()), toys.blobs())
+    engine = pooled.PooledEngine(ready.world, ready.sites)
+    stage = Stage(1, 0, "train", (0, 1, 2, 3, 4, 5))
+    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    replies = engine.run(Watched("terms"), stage, downs, 7)
+    engine.close()
+    assert len(most) == 1 + len(stage.clients)
+    assert set(most) == {0}
+    assert not any(reply.failure for reply in replies)

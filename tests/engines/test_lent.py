@@ -1,0 +1,106 @@
+"""What others have too cannot be changed in place: neither by a client, nor by a measure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import toys
+from fedstill.engines.client_measures import AtClient
+from fedstill.errors import ChangedInPlace
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.running.runner import run
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import NOTHING, Carry, Payload, Ran, Stage, Step, Tensors, View, World
+from fedstill.registry import method, register
+from fedstill.work import ClientWork
+
+pytestmark = pytest.mark.usefixtures("with_threads")
+
+
+@dataclass(frozen=True)
+class Written(ClientWork):
+    where: str
+
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        self.write("begin", down.params)
+        return Carry(down.params, constants={"anchor": down.params})
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        self.write("terms", carry["anchor"])
+        return super().terms(step, carry)
+
+    def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
+        self.write("end", carry["anchor"])
+        return Payload(params=params), NOTHING
+
+    def write(self, where: str, tensors: Tensors) -> None:
+        for value in tensors.values() if self.where == where else ():
+            value.add_(1.0)
+
+
+@method("toy_written")
+@dataclass(frozen=True)
+class Writing(FedAvg):
+    """Averaging whose clients write into what they were sent.
+
+    where: begin, terms or end.
+    """
+
+    where: str = "begin"
+
+    def work(self, stage: Stage) -> ClientWork:
+        return Written(self.where)
+
+
+@register("measure", "toy_writing")
+class WritingMeasure(Measure):
+    """Writes into the state."""
+
+    def look(self, seen: Happened, room: Room) -> Numbers:
+        for value in seen.after.params.values():
+            value.zero_()
+        return {"none": 0}
+
+
+@register("measure", "toy_writing_client")
+class WritingAtClient(Measure):
+    """Writes into a client's model."""
+
+    gives = ("nothing",)
+
+    def at_client(self, seen: AtClient) -> Mapping[str, Any]:
+        for value in seen.end.values():
+            value.zero_()
+        return {"nothing": 0}
+
+
+@pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
+@pytest.mark.parametrize("where", ["begin", "terms", "end"])
+@pytest.mark.parametrize("failures", ["stop", "tolerate"])
+def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
+    engine: str, where: str, failures: str, tmp_path: Path
+) -> None:
+    if (engine, where) == ("vectorised", "terms"):
+        pytest.skip("there clients have what they were sent stacked, each its own")
+    experiment = toys.toy({"name": "toy_written", "where": where}, engine=engine, clients={"failures": failures})
+    who = r"Written\.begin" if where == "begin" else "Written"
+    line = rf"^{who} changes params\.\S+ in place at client \d, and others have that tensor too: make a new one"
+    with pytest.raises(ChangedInPlace, match=line):
+        run(experiment, tmp_path / "run", data=toys.blobs())
+
+
+def test_a_measure_that_writes_into_the_run_ends_it(tmp_path: Path) -> None:
+    line = r"^WritingMeasure\.look changes after\.params\.\S+ in place, .* \(test_lent.py, line \d+, in look\)$"
+    with pytest.raises(ChangedInPlace, match=line):
+        run(toys.toy(measure=("toy_writing",)), tmp_path / "run", data=toys.blobs())
+
+
+def test_so_does_one_that_writes_into_a_clients_model(tmp_path: Path) -> None:
+    with pytest.raises(ChangedInPlace, match=r"^WritingAtClient\.at_client changes end\.\S+ in place at client \d"):
+        run(toys.toy(measure=("toy_writing_client",)), tmp_path / "run", data=toys.blobs())
