@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedstill.data.inputs import Inputs
 from fedstill.engines.passes import shards
+from fedstill.experiment.measures.through_norms import ThroughNorms
 from fedstill.method import Method
 from fedstill.metrics.shapley import soft_accuracy
 from fedstill.models import contract
@@ -70,14 +71,25 @@ class StageGame:
     def _fold(self, replies: Sequence[Reply]) -> State:
         return self.method.fold(self.before, replies, self.stage, self.world)
 
+    def _moved(self, start: Tensors, coalition: Sequence[int]) -> Tensors | None:
+        """How far a coalition moves the parameters from a start; None where it makes another network of them."""
+        end = floats(self.state(coalition).params)
+        same = start.keys() == end.keys() and all(v.shape == end[k].shape for k, v in start.items())
+        return sub(end, start) if same else None
+
     @cached_property
     def changes(self) -> Sequence[Tensors] | None:
-        """How far each player moves the parameters when it acts alone; None where the fold is not their sum."""
+        """How far each player moves the parameters when it acts alone; None where the fold is not their sum.
+
+        It is none either where a fold makes another network, whose entries cannot be subtracted.
+        """
         if self.game != "idle" or not self.can_idle():
             return None
-        start, end = (floats(self.state(who).params) for who in ((), range(len(self.replies))))
-        alone = [sub(floats(self.state((k,)).params), start) for k in range(len(self.replies))]
-        whole = sub(end, start)
+        start, players = floats(self.state(()).params), range(len(self.replies))
+        whole = self._moved(start, players)
+        alone = [own for k in players if whole is not None and (own := self._moved(start, (k,))) is not None]
+        if whole is None or len(alone) < len(players):
+            return None
         rest = {name: value - sum(own[name] for own in alone) for name, value in whole.items()}
         return alone if norm(rest) <= AFFINE * max(norm(whole), 1e-12) else None
 
@@ -144,9 +156,14 @@ class ModelLine:
         network, there = contract.module(self.spec, "frozen").eval(), self._at(s)
         leaves = {k: there[k].detach().requires_grad_() for k in self._whole}
         params = {**there, **leaves}
+
+        def predict(x: Tensor) -> Tensor:
+            with ThroughNorms():
+                return contract.forward(network, params, x)
+
         rows = []
         for c in classes:
-            grads = self.judged.gradient(lambda x: contract.forward(network, params, x), c, list(leaves.values()))
+            grads = self.judged.gradient(predict, c, list(leaves.values()))
             by_name = dict(zip(leaves, grads, strict=True))
             rows.append(
                 [sum(float((g * own[k]).sum(dtype=torch.float64)) for k, g in by_name.items()) for own in self.changes]

@@ -97,7 +97,7 @@ class Contributions(Measure):
         if seen.stage.hop or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
-            local = torch.stack([_by_class(room, params, data) for params in seen.local_models.values()])
+            local = torch.stack([_by_class(room, client, p, data) for client, p in seen.local_models.items()])
             weights = _weights(seen)
             by_training, by_averaging = by_local_training_and_averaging(before, local, after, weights)
             told["parts"] = {"local training": _listed(by_training), "averaging": _listed(by_averaging)}
@@ -164,8 +164,8 @@ def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
     return right / torch.bincount(data.labels.cpu(), minlength=room.world.classes)
 
 
-def _by_class(room: Room, params: Tensors, data: Examples) -> Tensor:
-    return accuracies_of(contract.predictor(room.spec, params), data, room)
+def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tensor:
+    return accuracies_of(contract.predictor(room.world.model(client), params), data, room)
 
 
 def _weights(seen: Happened) -> Tensor:
@@ -179,7 +179,8 @@ def _weights(seen: Happened) -> Tensor:
 def _is_moved(seen: Happened) -> bool:
     """Whether the stage's fold made another global model."""
     one, two = seen.before.params, seen.after.params
-    return bool(one) and any(one[k] is not two[k] and not torch.equal(one[k], two[k]) for k in one)
+    same = one.keys() == two.keys() and all(one[k] is two[k] or torch.equal(one[k], two[k]) for k in one)
+    return bool(one) and not same
 
 
 def _name(seen: Happened) -> str:

@@ -21,6 +21,7 @@ from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints, Restored
 from fedstill.experiment.run_directory.split_file import begun_split
+from fedstill.experiment.running.asking_measures import looked
 from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.evaluation import evaluated
 from fedstill.experiment.running.own_answers import evaluated_answers
@@ -112,7 +113,8 @@ class _Looking:
         if self.measure is not None and self.room is not None and stage.round == self.round and self.before:
             ends = stage.index == self.last
             happened = Happened(stage, replies, downs, self.before, state, ends, False)
-            told = self.measure.look(happened, replace(self.room, world=as_asked(self.room.world, state)))
+            room = replace(self.room, world=as_asked(self.room.world, state))
+            told = looked("contributions", self.measure, happened, room)
             if told is not None:
                 where = {"round": stage.round, "stage": stage.index, "name": stage.name}
                 self.seen.append({"event": "measure", "measure": "contributions", **where, **told, "seconds": 0.0})
