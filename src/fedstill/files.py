@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path, PurePath
 from typing import IO
 
-from fedstill.errors import DiskFull
+from fedstill.errors import ConfigError, DiskFull
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PART = ".part"
@@ -144,6 +144,16 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
     except OSError as error:
         raise as_named(error, path) from error
+
+
+def named_path(given: Path | str) -> Path:
+    """A path as a person names it, ``~`` as the home folder; raises ConfigError for what is none."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{given} names a home folder that is not there; give the whole path") from error
+    except TypeError as error:
+        raise ConfigError(f"a path is a text or a pathlib.Path, not {type(given).__name__}") from error
 
 
 def short_name(name: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 
 import toys
 from fedstill.cli.comparisons import carry_out
-from fedstill.errors import ConfigError, CorruptFile, Interrupted, RunBusy, RunExists
+from fedstill.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
 from fedstill.experiment.comparing.variants import variants
 from fedstill.experiment.config.experiment import Experiment, load
 from fedstill.experiment.run_directory.claim import claimed
@@ -101,7 +101,7 @@ def test_a_directory_in_which_nothing_but_a_first_write_was_begun_is_free(tmp_pa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").touch()
     (tmp_path / "run" / ".config.toml.4711.part").write_bytes(b"half")
-    with pytest.raises(RunExists, match="holds no run"):
+    with pytest.raises(NoRun, match="holds no run"):
         resume(tmp_path / "run", data=toys.blobs())
     run(toys.toy(rounds=1), tmp_path / "run", data=toys.blobs())
     assert not list((tmp_path / "run").glob(".*.part"))
@@ -206,7 +206,7 @@ def test_places_that_cannot_hold_a_run_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot make the run's directory"):
         run(toys.toy(rounds=1), tmp_path / "file" / "below", data=toys.blobs())
     for out in ("nowhere", "file", "folder"):
-        with pytest.raises(RunExists, match=out):
+        with pytest.raises(NoRun, match=out):
             resume(tmp_path / out)
 
 

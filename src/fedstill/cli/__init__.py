@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from cyclopts import CycloptsError, UnusedCliTokensError
 
@@ -26,8 +28,9 @@ from fedstill.cli import (
 )
 from fedstill.cli.app import app, say
 from fedstill.cli.output import print_what_is_near
-from fedstill.cli.spelling import spaced_list, unused_words
+from fedstill.cli.spelling import no_value, spaced_list, unused_words
 from fedstill.errors import FedstillError, Interrupted
+from fedstill.files import named_path
 
 __all__ = [
     "app",
@@ -79,12 +82,20 @@ def _end_at_once() -> None:
     os._exit(1)
 
 
+def _at_home(given: Any) -> Any:
+    """A value of a command; a path as it was meant where a shell leaves ``~`` as it is, as in --out=~/runs."""
+    if isinstance(given, tuple):
+        return tuple(map(_at_home, given))
+    return named_path(given) if isinstance(given, Path) else given
+
+
 def call(tokens: list[str]) -> int:
     """Run one command; its exit code. What is wrong is one line on the standard error."""
-    if hint := spaced_list(tokens):
+    if hint := no_value(tokens) or spaced_list(tokens):
         return say(hint, 2)
     try:
-        result = app(tokens, exit_on_error=False, print_error=False)
+        command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+        result = command(*map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()})
     except UnusedCliTokensError as error:
         return say(unused_words(tokens) or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here", 2)
     except CycloptsError as error:

@@ -26,6 +26,23 @@ REPEATED = frozenset({"--set", "-s", "--grid", "--host"})
 """Options that have one value each, and may be repeated."""
 
 
+def no_value(tokens: Sequence[str]) -> str:
+    """A line on the first word that is empty, as a variable of the shell is that nobody set.
+
+    >>> no_value(["run", "my.toml", "--out", ""]), no_value(["run", "my.toml", "--out="])
+    ('--out has an empty value; give one, or leave it out', '--out has an empty value; give one, or leave it out')
+    >>> no_value(["run", "my.toml", "-s", "data.name="])
+    ''
+    """
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        if not token or (token.startswith("--") and token.find("=") == len(token) - 1):
+            what = (token or before).removesuffix("=")
+            return (
+                f"{what} has an empty value; give one, or leave it out" if what.startswith("-") else "a word is empty"
+            )
+    return ""
+
+
 def spaced_list(tokens: Sequence[str]) -> str:
     """A line on the first list that has spaces in place of commas, so that its parts look like other arguments.
 

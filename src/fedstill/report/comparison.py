@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fedstill.errors import ConfigError
 from fedstill.experiment.run_directory.frames import data_frame
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.shown import (
@@ -23,6 +24,7 @@ from fedstill.experiment.run_directory.shown import (
     notebook_table,
     shaded,
 )
+from fedstill.files import named_path
 from fedstill.report import terminal
 from fedstill.report.groups import Group, groups
 from fedstill.report.numbers import COLUMNS, reported
@@ -48,9 +50,12 @@ class Comparison:
     def of(*runs: Result | Path | str) -> Comparison:
         """Some runs: results, directories of runs, or directories with runs below them, finished or not.
 
-        Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
+        Raises ConfigError for a directory without runs and for a list, CorruptFile for a run that cannot be read.
         """
-        return Comparison(groups([run.directory if isinstance(run, Result) else Path(run) for run in runs]))
+        if listed := [run for run in runs if isinstance(run, (list, tuple))]:
+            one = ", ".join(repr(str(run.directory if isinstance(run, Result) else run)) for run in listed[0])
+            raise ConfigError(f"Comparison.of takes runs one by one: Comparison.of({one}), or Comparison.of(*runs)")
+        return Comparison(groups([run.directory if isinstance(run, Result) else named_path(run) for run in runs]))
 
     def table(self) -> pandas.DataFrame:
         """One row for each group: means over seeds, and ``..._std``, their sample standard deviation from two on.

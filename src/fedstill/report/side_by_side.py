@@ -15,6 +15,7 @@ from fedstill.experiment.comparing.variants import Variant, new_folder, variants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import claimed
 from fedstill.experiment.run_directory.evidence import restored
+from fedstill.files import named_path
 from fedstill.report.comparison import Comparison
 from fedstill.report.following_several import followed_runs
 from fedstill.report.groups import groups
@@ -47,7 +48,7 @@ def compare(
         raise ConfigError('methods and seeds are lists: methods=["fedavg", "fedntd"], seeds=[1, 2, 3]')
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs = {jobs} must be at least 1")
-    folder = Path(out) if out else new_folder("compare")
+    folder = named_path(out) if out else new_folder("compare")
     runs = variants(experiment, folder, methods, seeds, grid)
     _refuse_lives(runs)
     restored(folder)

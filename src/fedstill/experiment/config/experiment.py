@@ -16,6 +16,7 @@ from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.overrides import parse_overrides
 from fedstill.experiment.config.tables import TopKeys
 from fedstill.fields import as_table, shown
+from fedstill.files import named_path
 from fedstill.live_code import name_for
 from fedstill.method import Method
 
@@ -82,7 +83,7 @@ def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment
     """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings."""
     if file is None:
         return Experiment().with_values(parse_overrides(overrides), "command line")
-    path = Path(file)
+    path = named_path(file)
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from fedstill import registry
 from fedstill.errors import ConfigError, on_one_line
 from fedstill.fields import Fields, Seed, checked, held, shown
-from fedstill.files import short_name
+from fedstill.files import named_path, short_name
 
 NAMED = {
     "method": ("name", "fedavg"),
@@ -103,7 +103,9 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
     if name.startswith(registry.LIVE):
         return name
     path, colon, attribute = name.partition(":")
-    return str(((base or Path.cwd()) / path).resolve()) + colon + attribute if path.endswith(".py") else name
+    return (
+        str(((base or Path.cwd()) / named_path(path)).resolve()) + colon + attribute if path.endswith(".py") else name
+    )
 
 
 def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:

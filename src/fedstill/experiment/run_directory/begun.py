@@ -6,19 +6,20 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.errors import ConfigError, CorruptFile, NoRun
 from fedstill.experiment.config.earlier import as_it_began
 from fedstill.experiment.config.experiment import LIVING, from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
+from fedstill.files import in_shell
 from fedstill.live_code import bind
 from fedstill.method import Method
 from fedstill.registry import LIVE
 
 
 def settings_of(folder: Path, **live: Any) -> Settings:
-    """The settings of an existing run; raises RunExists where there is none, CorruptFile for one that is damaged.
+    """The settings of an existing run; raises NoRun where there is none, CorruptFile for one that is damaged.
 
     ``live``: what was handed over from Python when the run began, by table (``method``, ``model``, ``partition``).
     """
@@ -26,7 +27,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise RunExists(f"{folder} holds no run: there is no config.toml in it") from error
+        raise NoRun(f"{folder} holds no run: {_instead(folder)}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise CorruptFile(f"{path} cannot be read: {error}") from error
     for table, thing in live.items():
@@ -37,3 +38,18 @@ def settings_of(folder: Path, **live: Any) -> Settings:
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
     return settle(from_tree(as_it_began(tree), {}, folder), here=False)
+
+
+def runs_below(folder: Path) -> list[Path]:
+    """The directories of the runs in the folder of a comparison, which has one folder for each of its groups."""
+    return sorted(path.parent for path in folder.glob("*/seed*/config.toml"))
+
+
+def _instead(folder: Path) -> str:
+    """What a directory is that holds no run, and what to do."""
+    if runs := runs_below(folder):
+        return (
+            f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` with --out "
+            f"{in_shell(folder)} goes on with all, or name one run, e.g. {in_shell(runs[0])}"
+        )
+    return "there is no config.toml in it" if folder.is_dir() else "there is no such directory"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from fedstill.errors import ConfigError, RunBusy, RunExists
+from fedstill.errors import ConfigError, NoRun, RunBusy, RunExists
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.run_directory.overwriting import clear
+from fedstill.experiment.run_directory.overwriting import clear, holds_run, refuse_foreign
 from fedstill.files import in_shell, is_leftover
 
 LOCK, HOLDER = "lock", "holder.json"
@@ -35,6 +35,7 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)
             if overwrite:
+                refuse_foreign(out)  # before there is a lock in it
                 with locked(out):
                     clear(out)
             refuse_used(out)
@@ -51,6 +52,8 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
 def refuse_used(folder: Path) -> None:
     """Raise RunExists if a directory holds anything; what a killed process left of its first write does not count."""
     if any(p.name not in (LOCK, HOLDER) and not is_leftover(p) for p in folder.iterdir()):
+        if not holds_run(folder):
+            raise RunExists(*(f"{folder} is not empty, and what it holds is no run; {todo}" for todo in OTHER))
         raise RunExists(
             f"{folder} is not empty; {OTHER[0]}, go on with fedstill.resume({str(folder)!r}), or begin it anew with "
             "overwrite=True",
@@ -72,7 +75,7 @@ def _is_made(folder: Path) -> bool:
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run's directory against other processes; the lock ends with this process, however it ends."""
     if not folder.is_dir():
-        raise RunExists(f"there is no directory {folder}")
+        raise NoRun(f"there is no directory {folder}")
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()

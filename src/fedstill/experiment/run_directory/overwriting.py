@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedstill.errors import RunExists
+from fedstill.experiment.run_directory.begun import runs_below
 from fedstill.files import is_leftover, remove
 
 HEX, MEMORY = "[0-9a-f]{64}", r"client-?\d+-round\d+-stage\d+\.safetensors"
@@ -32,17 +33,27 @@ def clear(folder: Path) -> None:
 
     Raises RunExists, and deletes nothing, if it holds anything else, or files of these names that are no run's.
     """
-    written, begun = list(_below(folder, folder)), _holds_run(folder)
+    written = refuse_foreign(folder)
+    remove(folder / "config.toml")  # from now on nobody can go on with it, and until the last file all can be deleted
+    for name, path in sorted(written, key=lambda each: each[0] == "journal.jsonl"):
+        if name not in KEPT:
+            path.rmdir() if path.is_dir() else remove(path)
+
+
+def refuse_foreign(folder: Path) -> list[tuple[str, Path]]:
+    """What is in a directory, if fedstill wrote it as a run's; raises RunExists if it holds anything else."""
+    written, begun = list(_below(folder, folder)), holds_run(folder)
+    if not begun and (several := runs_below(folder)):
+        raise RunExists(
+            f"{folder} holds {len(several)} runs of a comparison, which a run does not overwrite; choose another folder"
+        )
     foreign = [name for name, path in written if not _is_ours(name, path, begun)]
     if foreign:
         listed = ", ".join(sorted(foreign)[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
         raise RunExists(
             f"{folder} holds what fedstill did not write there, so nothing is overwritten: {listed}; move it away first"
         )
-    remove(folder / "config.toml")  # from now on nobody can go on with it, and until the last file all can be deleted
-    for name, path in sorted(written, key=lambda each: each[0] == "journal.jsonl"):
-        if name not in KEPT:
-            path.rmdir() if path.is_dir() else remove(path)
+    return written
 
 
 def _below(folder: Path, top: Path) -> Iterator[tuple[str, Path]]:
@@ -63,7 +74,7 @@ def _is_ours(name: str, path: Path, begun: bool) -> bool:
     return begun and WRITTEN.fullmatch(name) is not None
 
 
-def _holds_run(folder: Path) -> bool:
+def holds_run(folder: Path) -> bool:
     """Whether a run has begun there: by its journal, or where that was not written yet, by its whole config."""
     try:
         with (folder / "journal.jsonl").open("rb") as journal:

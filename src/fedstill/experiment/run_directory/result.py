@@ -21,7 +21,7 @@ from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_
 from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
 from fedstill.experiment.run_directory.split_file import read_label_counts
-from fedstill.files import in_shell, short_name, write_whole
+from fedstill.files import in_shell, named_path, short_name, write_whole
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
@@ -52,8 +52,9 @@ class Result:
     classes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(folder: Path) -> Result:
+    def of(folder: Path | str) -> Result:
         """The result of a finished run's directory; raises CorruptFile for a file that is damaged or gone."""
+        folder = named_path(folder)
         path = folder / "summary.json"
         try:
             summary = json.loads(path.read_bytes())
