@@ -117,7 +117,7 @@ class Step(Protocol):
         """The student's logits (B, C) of given features (B, D)."""
 
     def part(self, name: str) -> Tensor:
-        """What a submodule of the student gives for the batch: a network of a ``pair``."""
+        """The logits (B, C) of a network of a ``pair``; as ``logits`` for outputs that take no part."""
 
     def levels(self) -> Sequence[str]:
         """The levels of the network, where ``through`` can go over from the student to a teacher."""
@@ -125,6 +125,7 @@ class Step(Protocol):
     def through(self, teacher: str, level: str) -> Tensor:
         """A frozen teacher's logits (B, C) of what the student has at a level, with gradient to that.
 
+        They are -1e4 for outputs that take no part in training, as those of ``logits``.
         Ask for it before ``logits``: the student's pass is then made once.
         """
 
@@ -136,6 +137,9 @@ class Step(Protocol):
 
     def teacher_features(self, name: str) -> Tensor:
         """A teacher's penultimate features (B, D), without gradient."""
+
+    def on(self, logits: Tensor) -> Tensor:
+        """Logits (B, C) that a method made itself: -1e4 for outputs that take no part, the others as they are."""
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean () of values (B,) over real examples."""

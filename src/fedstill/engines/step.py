@@ -110,7 +110,7 @@ class Seen:
     def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:
             self._logits = self._run(contract.forward)(self._networks.module, self.params, self.x)
-        return self._logits if raw else self._on(self._logits)
+        return self._logits if raw else self.on(self._logits)
 
     def features(self) -> Tensor:
         if self._features is None:
@@ -122,7 +122,7 @@ class Seen:
         return self._run(contract.head)(self._networks.module, self.params, features)
 
     def part(self, name: str) -> Tensor:
-        return self._run(contract.run_part)(self._networks.module, name, self.params, self.x)
+        return self.on(self._run(contract.run_part)(self._networks.module, name, self.params, self.x))
 
     def levels(self) -> Sequence[str]:
         return levels(self._networks.module)
@@ -135,15 +135,15 @@ class Seen:
         known = self._networks.frozen(self._carry, teacher)
         module = contract.module(known.spec, "frozen").eval()
         still = {k: v.detach() for k, v in known.params.items()}
-        return self._run(above)(module, still, level, self._levels[level])
+        return self.on(self._run(above)(module, still, level, self._levels[level]))
 
     def slim(self, share: float) -> tuple[Tensor, Ends, Ends]:
         logits, whole, part = self._run(contract.slim)(self._networks.module, self.params, self.x, share)
-        return self._on(logits), whole, part
+        return self.on(logits), whole, part
 
     def teacher(self, name: str, raw: bool = False) -> Tensor:
         logits = self._networks.teacher(self._carry, name, "logits", self.x, self._rows)
-        return logits if raw else self._on(logits)
+        return logits if raw else self.on(logits)
 
     def teacher_features(self, name: str) -> Tensor:
         return self._networks.teacher(self._carry, name, "features", self.x, self._rows)
@@ -155,8 +155,7 @@ class Seen:
         real = raw if self._mask is None else raw * self._mask
         return real / real.sum()
 
-    def _on(self, logits: Tensor) -> Tensor:
-        """Logits in which outputs that take no part in training are off; as they are where all do."""
+    def on(self, logits: Tensor) -> Tensor:
         head = self._carry.head
         return logits if head is None else torch.where(head, logits, OFF)
 

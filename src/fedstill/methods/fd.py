@@ -49,7 +49,7 @@ class FD(ClassValues):
         return view.logits(params)
 
     def distance(self, step: Step, target: Tensor) -> Tensor:
-        return kd(step.logits(), target)
+        return kd(step.logits(), step.on(target))
 
     def setup(self, world: World) -> State:
         start = State(params=world.initial(SERVER) if self.average_weights else {})

@@ -205,7 +205,10 @@ class FromGenerator(ClientWork):
         weight, bias = (step.params[name] for name in HEAD)
         turn = step.index + step.epoch  # in each epoch other features
         other, same = turn % len(carry["labels"]), carry["same"][step.y, turn % POOL]  # (B,), (B, D)
-        said = cross_entropy(carry["any"][other] @ weight.T + bias, carry["labels"][other])
-        far = kd(step.logits(), (same @ weight.T + bias).detach())
+        labels = carry["labels"][other]
+        said = cross_entropy(step.on(carry["any"][other] @ weight.T + bias), labels)
+        if carry.head is not None:  # others may have classes that take no part here
+            said = torch.where(carry.head[labels], said, 0.0)
+        far = kd(step.logits(), step.on((same @ weight.T + bias).detach()))
         left, m = max(LEAST, self.method.decay ** (self.round - 1)), self.method
         return {**super().terms(step, carry), "generated": left * m.weight * said, "match": left * m.match * far}

@@ -63,16 +63,21 @@ class MaskedUniform(ClientWork):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         counts = view.counts.double()
-        return Carry(down.params, constants={"majority": counts > counts.mean()})
+        return Carry(down.params, constants={"majority": counts > counts.mean(), "counts": view.counts})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         student, m = step.logits(), self.method
-        far = minority_kd(student, self.target(step), step.y, carry["majority"], m.temperature)  # (B,)
+        far = minority_kd(student, self.target(step), step.y, self.not_distilled(carry), m.temperature)  # (B,)
         return {**super().terms(step, carry), "minority": m.beta * far}
+
+    def not_distilled(self, carry: Carry) -> Tensor:
+        """The majority classes (C,), of those that take part in training, and all that take no part."""
+        on, counts = carry.head, carry["counts"]
+        return carry["majority"] if on is None else ~on | (counts * on.sum() > counts.sum())
 
     def target(self, step: Step) -> Tensor:
         """The teacher's logits (B, C)."""
-        return torch.zeros_like(step.logits())
+        return step.on(torch.zeros_like(step.logits()))
 
 
 @dataclass(frozen=True)

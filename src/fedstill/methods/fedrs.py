@@ -56,4 +56,5 @@ class Restricted(ClientWork):
         return Carry(down.params, constants={"scale": scale.to(dtype_of(down.params))})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
-        return {"restricted": adjusted_cross_entropy(step.logits(), step.y, scale=carry["scale"])}
+        scale = carry["scale"] if carry.head is None else torch.where(carry.head, carry["scale"], 1.0)  # 0 * OFF is on
+        return {"restricted": adjusted_cross_entropy(step.logits(), step.y, scale=scale)}
