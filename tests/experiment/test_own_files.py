@@ -219,6 +219,7 @@ BAD_PARTITIONS = {
     "twice": ("[np.arange(3), np.arange(3), np.arange(3, 6)]", "gives an example to two clients"),
     "floats": ("[np.arange(3.0) + 3 * c for c in range(3)]", "client 0 must get positions"),
     "nothing": ("None", "partition nothing failed: TypeError"),
+    "writing": ("labels.sort() or [[0], [1], [2]]", "partition writing failed: ValueError: sort array is read-only"),
     "ragged": ("[[[1], [2, 3]]] * 3", "partition ragged failed: ValueError"),
 }
 
@@ -245,6 +246,13 @@ def test_a_model_that_does_not_give_logits_is_refused(how: str, folder: Path) ->
     body, words = BAD_MODELS[how]
     (folder / f"{how}_model.py").write_text(MODEL.replace("tiny", how).replace("return self.layers(x)", body))
     assert words in problem(folder, f"model={how}_model.py")
+
+
+def test_a_model_without_parameters_is_refused(folder: Path) -> None:
+    text = "import torch\nfrom torch import nn\n\nclass Bare(nn.Module):\n    def __init__(self, num_classes: int):\n"
+    text += "        super().__init__()\n        self.w = torch.zeros(48, num_classes, requires_grad=True)\n\n"
+    (folder / "bare.py").write_text(text + "    def forward(self, x):\n        return x.flatten(1) @ self.w\n")
+    assert "has no parameters, so there is nothing to train: a tensor of y" in problem(folder, "model=bare.py:Bare")
 
 
 @pytest.mark.parametrize("raises", ["[][3]", "1 / 0", "nn.Linear(2, 'a')"])

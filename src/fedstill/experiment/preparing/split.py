@@ -7,6 +7,7 @@ import inspect
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstill.data.examples import stratified
 from fedstill.data.partition import Parts, cached
@@ -22,14 +23,14 @@ def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatP
 
     ``seed``: what a partition that draws draws from; unset: its own, or the run's.
     """
-    partition, labels = settings.named.partition, train.labels.numpy()
+    partition, labels = settings.named.partition, to_read(train.labels)
     entry, fields = partition.entry, dict(partition.values)
     own = fields.pop("seed", None) if seed is None else seed
     fields.pop("seed", None)
     if "seed" in inspect.signature(entry.target).parameters:
         fields["seed"] = settings.seed if own is None else own
     if "groups" in inspect.signature(entry.target).parameters:
-        fields["groups"] = None if train.owners is None else train.owners.numpy()
+        fields["groups"] = None if train.owners is None else to_read(train.owners)
     try:
         apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
         parts = apply(labels=labels, clients=settings.clients, **fields)
@@ -41,6 +42,13 @@ def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatP
     if len(parts) != settings.clients:
         raise ConfigError(f"partition {entry.name} gave {len(parts)} parts for {settings.clients} clients")
     return _checked(f"partition {entry.name}", parts, len(labels))
+
+
+def to_read(values: Tensor) -> NDArray[np.int64]:
+    """The same numbers for NumPy, which nobody may write into: they are the run's."""
+    view = values.numpy().view()
+    view.flags.writeable = False
+    return view
 
 
 def _checked(what: str, parts: Parts, examples: int) -> FlatParts[NDArray[np.int64]]:

@@ -14,7 +14,7 @@ from fedstill.data.task_data import TaskData
 from fedstill.errors import ConfigError, FedstillError, InfeasiblePartition
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.stream_table import NO_STREAM
-from fedstill.experiment.preparing.split import split
+from fedstill.experiment.preparing.split import split, to_read
 from fedstill.keys import generator, seed_for
 from fedstill.origin import reason
 from fedstill.records import SERVER, Examples
@@ -30,8 +30,8 @@ def cut_of(settings: Settings, train: Examples, classes: int) -> Cut | None:
         return None
     images = train.values.dtype == torch.uint8
     given = {
-        "labels": train.labels.numpy(),
-        "domains": None if train.owners is None else train.owners.numpy(),
+        "labels": to_read(train.labels),
+        "domains": None if train.owners is None else to_read(train.owners),
         "tasks": tasks,
         "seed": _seed(settings),
         "classes": classes,
