@@ -6,6 +6,7 @@ A client says itself how many examples it has, so what it says has no part in an
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from statistics import median
 from typing import Literal, get_args
 
@@ -30,10 +31,15 @@ def robust_mean(
     first tree's; with "krum", those of the tree that is taken.
     """
     if how == "krum":
-        return dict(trees.clone(many[krum(many, int(suspected * len(many)))]))
+        return dict(trees.clone(many[krum(many, part_of(suspected, len(many)))]))
     if how == "norm_clipping":
         return clipped_mean(many, start)
-    return trimmed_mean(many, (len(many) - 1) // 2 if how == "median" else int(suspected * len(many)))
+    return trimmed_mean(many, (len(many) - 1) // 2 if how == "median" else part_of(suspected, len(many)))
+
+
+def part_of(share: float, many: int) -> int:
+    """A share of a number, rounded down; of the share as it is written, so that 0.29 of 100 are 29."""
+    return int(Fraction(str(share)) * many)
 
 
 def trimmed_mean(many: Sequence[Tensors], off: int) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import pytest
 
 import fedstill
 from fedstill.cli import call
-from fedstill.deploy import certificates, flower_app, folder, programs
+from fedstill.deploy import certificates, flower_app, folder, programs, supervising
 from fedstill.errors import ConfigError, RunExists
 from flowers import needs_flower
 
@@ -80,15 +80,41 @@ def test_what_was_never_started_is_said_at_once(tmp_path: Path, capsys: pytest.C
     assert f"start the server first: fedstill deploy server {tmp_path / 'fed'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("listen", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "127.0.0.1"), ("10.0.0.5", "10.0.0.5")])
+@pytest.mark.parametrize(("listen", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("10.0.0.5", "10.0.0.5")])
 def test_the_servers_certificate_names_how_its_own_machine_reaches_it(listen: str, local: str, tmp_path: Path) -> None:
     federation = made(tmp_path / "fed", hosts=("fed.example.org",), listen=listen)
-    assert federation.local == f"{local}:8443"
+    assert federation.local == (f"[{local}]:8443" if ":" in local else f"{local}:8443")
     assert {"fed.example.org", local} <= certificates.named_hosts(federation.server / "server.crt")
     programs.superlink(federation, insecure=False)
     certificates.make_server(federation.server, certificates.authority_of(federation.folder), ["fed.example.org"], 9)
     with pytest.raises(ConfigError, match=f"does not name {local}, .*; run: fedstill deploy renew"):
         programs.superlink(federation, insecure=False)
+
+
+def test_an_address_of_ipv6_stands_in_brackets_wherever_a_port_follows(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed", hosts=("2001:db8::5",), listen="::")
+    assert federation.address == "[2001:db8::5]:8443"
+    assert folder.membership(federation.client(0)).address == "[2001:db8::5]:8443"
+    assert "2001:db8::5" in certificates.named_hosts(federation.server / "server.crt")
+
+
+def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_others(tmp_path: Path) -> None:
+    federation = made(tmp_path / "fed")
+    (federation.server / "link.toml").write_text("as it was")
+    before = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
+    with supervising.alone(federation.server, "a server"):
+        assert call(["deploy", "server", str(federation.folder)]) == 1
+    after = {path: path.read_bytes() for path in federation.server.rglob("*") if path.is_file()}
+    assert {path: data for path, data in after.items() if path.name != "lock"} == before
+    with supervising.alone(federation.server, "a server"):
+        pass
+
+
+def test_one_client_runs_from_a_folder_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here = made(tmp_path / "fed").client(0)
+    with supervising.alone(here, "a client"):
+        assert call(["deploy", "client", str(here)]) == 1
+    assert f"a client already runs from {here}: stop it first" in capsys.readouterr().err
 
 
 def test_the_servers_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fedstill.experiment.on_flower.site import Clerk
 from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.summing import SumUp
 from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.privacy_budget import Budget
 from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy
@@ -147,6 +148,26 @@ def test_sums_and_a_census_both_come_before_round_1(place: Path) -> None:
     run(what, place / "run", grid=grid(hospitals(place)))
     names = [e["name"] for e in read_journal(place / "run" / "journal.jsonl") if e["event"] == "client"]
     assert names[: 2 * CLIENTS] == ["moments"] * CLIENTS + ["census"] * CLIENTS
+
+
+def test_a_site_counts_its_sums_with_noise_too_whatever_the_server_counts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget is that of two uploads of logits; the sums before them are over it."""
+    noise = {"clip": 3.0, "noise": 20.0}
+    most = Privacy(**noise).spent(2 * toys.PUBLIC)
+    limits = {"age": [0, 100], "pressure": [50, 250]}
+    data = {"name": "none", "standardise": "summed", **TABLE, "public": toys.PUBLIC, "public_from": "noise"}
+    changes = {"method": {"name": "hiper_fedkd"}, "privacy": {**noise, "epsilon": most}, "rounds": 2}
+    monkeypatch.setattr(Budget, "over", lambda *_: "")
+    what = experiment({**data, "limits": limits}, {}, **changes)
+    with pytest.raises(TooFewReplies):
+        run(what, place / "run", grid=grid(hospitals(place)))
+    refused = [(e["round"], e["refused"]) for e in events(place / "run", "local") if "refused" in e]
+    assert refused == [(2, REFUSES)] * CLIENTS
+
+
+REFUSES = f"failed: {toys.PUBLIC} more rows of logits would cost this site more than privacy.epsilon allows it"
 
 
 MEANS = {"mean": [50.0, 0.0, 0.0, 0.0, 130.0], "std": [10.0, 1.0, 1.0, 1.0, 20.0]}

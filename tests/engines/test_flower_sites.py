@@ -33,7 +33,8 @@ CLIENTS = 3
 
 
 def settings_of(method: Any = "fedavg", **changes: Any) -> Settings:
-    experiment = toys.toy(method, topology={"clients": CLIENTS, "sampled": CLIENTS}, **changes)
+    topology = {"clients": CLIENTS, "sampled": CLIENTS, **changes.pop("topology", {})}
+    experiment = toys.toy(method, topology=topology, **changes)
     return settle(replace(experiment, engine="flower", data={"name": "blobs", **changes.get("data", {})}))
 
 
@@ -118,6 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another version": ({"version": "9.9"}, {}, r"the server runs fedstill 9\.9, this site \d.*install the same"),
     "another hash": ({"sha": "0" * 64}, {}, "the configuration is not the one that its SHA-256 names"),
     "not accepted": ({}, {"accept": ("1" * 64,)}, r"this site has not accepted the configuration [0-9a-f]{64}"),
+    "nothing accepted": ({}, {"accept": ()}, r"this site has not accepted the configuration [0-9a-f]{64}"),
     "another client": ({"client": 1}, {}, "this site is client 0, not client 1"),
     "not acting": ({"stage": Stage(1, 0, "train", (1, 2))}, {}, "client 0 does not act in stage 'train'"),
     "no such stage": ({"stage": Stage(1, 0, "spy", (0, 1, 2))}, {}, "stage 'spy' is not in the schedule of round 1"),
@@ -354,3 +356,42 @@ def test_two_versions_are_kept_beside_the_one_that_counts(tmp_path: Path) -> Non
     there = sorted(p.name for p in desk.place.glob("*.safetensors"))
     assert there == [f"client0-round{r}-stage0.safetensors" for r in (1, 4, 5)]
     assert desk.remembered(versions[0]).number("round") == 1
+
+
+def test_a_stage_asked_anew_by_a_server_that_went_back_keeps_its_reply_and_memory(tmp_path: Path) -> None:
+    from fedstill.engines.flower.desk import Desk
+
+    desk, request = Desk(tmp_path, "run1", 0), request_of(settings_of())
+    for round in (1, 2, 3, 4):
+        desk.keep(replace(request, stage=Stage(round, 0, "train", (0, 1, 2))), SiteReply(0, round, 0), Payload(a=round))
+    anew = replace(request, stage=Stage(1, 0, "train", (0, 1, 2)), version="another")
+    version = desk.keep(anew, SiteReply(0, 1, 0), Payload(a=7)).memory
+    assert desk.remembered(version).number("a") == 7
+    assert desk.kept(anew) is not None
+
+
+PRIVATE = {"gradient_clip": 0.5, "gradient_noise": 50.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "topology", "stage", "line"),
+    [
+        ("fedavg", {"last": "ridge"}, "ridge", "stage 'ridge' sends what has no noise"),
+        ("scaffold", {}, "train", "with method scaffold: its clients read more"),
+        ("fedlc", {}, "train", "with method fedlc: its clients read more"),
+    ],
+)
+def test_a_site_sees_for_itself_that_private_training_is_private(
+    method: str, topology: dict[str, str], stage: str, line: str, tmp_path: Path
+) -> None:
+    """A server that is hostile would not refuse it, and the site would count an epsilon that is not so."""
+    pytest.importorskip("opacus")
+    ready = prepare(settings_of(), toys.blobs())
+    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    facts = Facts.known_by(prepare(on_sites(), toys.blobs())).plain()
+    config = on_sites(method, topology=topology, privacy=PRIVATE).toml
+    asked = request_of(on_sites(), facts=facts, stage=Stage(1, 0, stage, (0, 1, 2)))
+    asked = replace(asked, config=config, sha=digest(config.encode()))
+    answer = Clerk(Site(0, tmp_path / "memory", data=str(folder)))(asked)
+    assert line in answer.failure
+    assert not answer.up

@@ -85,7 +85,7 @@ def test_sums_that_noise_cannot_give_are_refused_and_those_that_it_gives_are_not
         reply(noisy, noised_sums=far)
     )
     assert WORK.refuses(reply(WORK, **WORK.sent(torch.tensor([[1e9, 0.0, -1e9]])))) == ""
-    assert "are at most 5" in WORK.refuses(reply(WORK, noised_sums=torch.full((2, 2), 5.1)))
+    assert "are at most 5" in WORK.refuses(reply(WORK, noised_sums=torch.full((2, 2), 5.1, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize(

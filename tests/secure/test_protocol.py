@@ -196,6 +196,19 @@ def test_wrong_shares_are_passed_over_where_enough_are_right(
         unmasked(of, keys, shares, masked, revealed)
 
 
+@pytest.mark.parametrize("wrong", [(10, 11, 12), (10, 11, 12, 13), (14, 16, 19)])
+def test_as_many_wrong_sharers_are_passed_over_as_leave_a_threshold(wrong: tuple[int, ...]) -> None:
+    of, clients = begun(10, 6)
+    keys, shares = answered(of, clients)
+    mine = vectors(of.clients, 2)
+    kept = {c: Summand.noted(of, c, one.note()) for c, one in clients.items()}
+    masked = {c: kept[c].masked(mine[c], {o: shares[o][c] for o in shares}) for c in of.clients}
+    revealed = {c: clients[c].revealed(of.clients) for c in of.clients}
+    for c in wrong:
+        revealed[c] = {other: bytes(len(share)) for other, share in revealed[c].items()}
+    assert (unmasked(of, keys, shares, masked, revealed) == sum(mine.values(), np.zeros(2, dtype=np.uint64))).all()
+
+
 def test_shares_sent_again_are_the_same_and_who_cannot_be_read_is_named() -> None:
     """One key seals one message: a site asked twice must not deal out anew under it."""
     of, clients = begun()

@@ -55,17 +55,18 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
     from fedstill.deploy import folder, programs, supervising
 
     federation = folder.load_federation(directory)
-    folder.ensure_key(federation)
-    command = programs.superlink(federation, insecure_for_testing)
-    programs.write_link(federation, insecure_for_testing)
-    env = programs.environment(federation.server / "flwr")
-    with supervising.running(command, env) as process:
-        supervising.wait_for_port(federation, process)
-        for line in () if insecure_for_testing else programs.admit(federation):
-            print(line, flush=True)
-        with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env) as tasks:
-            print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
-            return supervising.until_it_ends(process, tasks)
+    with supervising.alone(federation.server, "a server"):
+        folder.ensure_key(federation)
+        command = programs.superlink(federation, insecure_for_testing)
+        programs.write_link(federation, insecure_for_testing)
+        env = programs.environment(federation.server / "flwr")
+        with supervising.running(command, env) as process:
+            supervising.wait_for_port(federation, process)
+            for line in () if insecure_for_testing else programs.admit(federation):
+                print(line, flush=True)
+            with supervising.running(programs.tasks_of_server(federation, insecure_for_testing), env) as tasks:
+                print(f"the server listens on {federation.listen}:{federation.port}; Ctrl-C ends it", flush=True)
+                return supervising.until_it_ends(process, tasks)
 
 
 @deploy.command(name="admit")
@@ -131,7 +132,8 @@ def client(directory: Path, *, wait: int = 120, insecure_for_testing: Insecure =
     member = folder.membership(directory)
     load_site(member.folder / "site.toml")
     command = programs.supernode(member, insecure_for_testing)
-    write_secret(member.door, folder.new_key())
-    greeting.greet(member, insecure_for_testing)
-    env = programs.environment(member.folder / "flwr")
-    return supervising.keep_running(command, programs.tasks_of_client(member), env, wait)
+    with supervising.alone(member.folder, "a client"):
+        write_secret(member.door, folder.new_key())
+        greeting.greet(member, insecure_for_testing)
+        env = programs.environment(member.folder / "flwr")
+        return supervising.keep_running(command, programs.tasks_of_client(member), env, wait)

@@ -20,7 +20,8 @@ from fedstill.errors import ConfigError, RunExists
 from fedstill.files import make_folder, write_secret, write_whole
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-WILDCARDS = ("0.0.0.0", "::")
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Addresses that stand for all of a machine's, and by which the machine itself reaches what listens there."""
 PORT, NODE_PORT = 8443, 9100
 MAX_CLIENTS = 10_000
 
@@ -33,7 +34,7 @@ memory = "memory"        # what the client remembers from round to round; must s
 # tasks = "folders"      # for runs with tasks: data has task1, task2, …; or time_column = "acquired", a column of dates
 # public = "/data/public"  # the public set, where a method needs one: a copy of the server's
 # tokenizer = "/data/tokenizer.json"  # where a run on texts has a tokenizer's file: a copy of the server's
-# accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any
+# accept = ["…"]         # SHA-256 of the configurations this site runs; unset: any, []: none
 # imports = ["mylab.methods:FedMine"]  # code beyond fedstill's own that a configuration may name
 # files = ["/data/open/flowers"]  # files and folders that a trial's configuration may name, beside sets known by name
 # refuse = ["contributions"]  # measures that this site takes part in no run with
@@ -55,7 +56,7 @@ class Federation:
     @property
     def address(self) -> str:
         """Host and port as clients and the operator's commands reach the server."""
-        return f"{self.hosts[0]}:{self.port}"
+        return _joined(self.hosts[0], self.port)
 
     @property
     def app(self) -> Path:
@@ -75,12 +76,15 @@ class Federation:
     @property
     def local(self) -> str:
         """Host and port as programs on the server's own machine reach it."""
-        host = "127.0.0.1" if self.listen in WILDCARDS else self.listen
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return _joined(WILDCARDS.get(self.listen, self.listen), self.port)
 
     def client(self, client: int) -> Path:
         """The folder to bring to a client's machine."""
         return self.folder / f"client{client}"
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def init(folder: Path, clients: int, hosts: Sequence[str], listen: str, port: int, version: str) -> Federation:

@@ -12,7 +12,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from fedstill.deploy.folder import Federation
 from fedstill.errors import DeployFailed
@@ -30,6 +33,16 @@ SECONDS = 180.0
 
 
 @contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """While the block runs, no other process enters one for this folder; raises DeployFailed if one is in it."""
+    try:
+        with FileLock(folder / "lock", timeout=0):
+            yield
+    except Timeout:
+        raise DeployFailed(f"{what} already runs from {folder}: stop it first, or leave it") from None
+
+
+@contextmanager
 def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A program and whatever it starts, in a group of their own, all ended with this block or this process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -43,12 +56,13 @@ def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> I
 def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float) -> int:
     """Run a client until it ends, with a program beside it; its status.
 
-    One that the server refuses is started again for ``wait`` seconds. Raises DeployFailed if it is refused to the last,
-    or if the program beside it ends first.
+    One that the server refuses is started again for ``wait`` seconds, counted from when it was refused first, or again
+    after it had run for longer. Raises DeployFailed if it is refused to the last, or if the program beside it ends
+    first.
     """
-    until = time.monotonic() + wait
+    until = 0.0
     while True:
-        said: list[bytes] = []
+        said, began = list[bytes](), time.monotonic()
         with (
             running(beside, env) as helper,
             running(command, env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process,
@@ -60,6 +74,8 @@ def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str
         echo.join(ECHO_SECONDS)
         if not said:
             return status
+        if not until or time.monotonic() - began > wait:
+            until = time.monotonic() + wait
         if time.monotonic() >= until:
             raise DeployFailed("the server refuses this client: its key is not listed in the server's folder, allowed")
         time.sleep(min(5.0, max(0.0, until - time.monotonic())))

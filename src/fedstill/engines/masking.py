@@ -12,6 +12,7 @@ from fedstill import trees
 from fedstill.errors import BadPayload, FedstillError
 from fedstill.method import Method
 from fedstill.records import NOTHING, SERVER, Payload, Reply, Stage, Tensors
+from fedstill.robust import part_of
 from fedstill.rounds import Engine
 from fedstill.secure.fixed_point import BITS, RANGE, FixedPoint, change_of, moved_by
 from fedstill.secure.primitives import Masks
@@ -53,7 +54,7 @@ class Masking:
             raise BadPayload(
                 f"{place(stage)}: a secure sum needs {FEWEST_SUMMED} clients, and the stage has {len(clients)}"
             )
-        threshold = max(FEWEST_SUMMED, int(self.share * len(clients)) + 1)
+        threshold = max(FEWEST_SUMMED, part_of(self.share, len(clients)) + 1)
         return Sum(place(stage), tuple(sorted(clients)), min(threshold, len(clients)), word)
 
     def fixed(self, sum: Sum) -> FixedPoint:

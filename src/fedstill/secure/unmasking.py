@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
-from itertools import combinations
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import combinations, islice
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from fedstill.secure.protocol import Sum, common_mask, sum_of_seed
 
 log = logging.getLogger("fedstill.secure")
 
-WRONG = 2
-"""How many wrong shares of one secret are found at once."""
+TRIES = 2000
+"""How many choices of shares are tried for one secret: of ten clients all that there are, of many those that leave out
+two or three wrong ones.
+"""
 
 
 def unmasked(
@@ -73,13 +75,19 @@ def _secret(
     """
     there = sorted((o for o in revealed if client in revealed[o]), key=lambda other: (other in doubted, other))
     sum.demand(there, f"revealed shares of client {client}")
-    for wrong in range(min(WRONG, len(there) - sum.threshold) + 1):
-        first = there[: sum.threshold + wrong]
-        for out in combinations(first, wrong):
-            shares = {sum.number(other): revealed[other][client] for other in first if other not in out}
-            if fits(secret := put_together(shares)):
-                for other in out:
-                    log.warning("%s: the share of client %d that %d revealed is wrong", sum.name, client, other)
-                doubted.update(out)
-                return secret
+    for first, out in islice(_choices(there, sum.threshold), TRIES):
+        shares = {sum.number(other): revealed[other][client] for other in first if other not in out}
+        if fits(secret := put_together(shares)):
+            for other in out:
+                log.warning("%s: the share of client %d that %d revealed is wrong", sum.name, client, other)
+            doubted.update(out)
+            return secret
     return b""
+
+
+def _choices(there: Sequence[int], threshold: int) -> Iterator[tuple[Sequence[int], tuple[int, ...]]]:
+    """Those whose shares are looked at, and which of them are left out, so that a threshold remains: few out first."""
+    for wrong in range(len(there) - threshold + 1):
+        first = there[: threshold + wrong]
+        for out in combinations(first, wrong):
+            yield first, out

@@ -115,12 +115,13 @@ class Desk:
         note = json.dumps({"request": request.digest(), "answer": answer.header()})
         stored = Payload({"note": note, **{f"up {k}": g for k, g in answer.up.items()}})
         write_secret(self.place / _reply(request.stage), encode(stored))
-        self._let_go(request.memory)
+        self._let_go(request)
         return answer
 
-    def _let_go(self, counts: Version | None) -> None:
-        replies = sorted(self.place.glob("*.reply"))
-        stages = {p.stem for p in replies[-KEPT:]}
+    def _let_go(self, request: Request) -> None:
+        """Delete what is too old; not what was just written, for a server that went back further than ``KEPT``."""
+        replies, counts = sorted(self.place.glob("*.reply")), request.memory
+        stages = {*(p.stem for p in replies[-KEPT:]), _named(request.stage)}
         for path in (*replies, *self.place.glob("*.safetensors")):
             if _stage_of(path) not in stages and (counts is None or path.name != counts[0]):
                 remove(path)

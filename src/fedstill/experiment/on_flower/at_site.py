@@ -15,10 +15,12 @@ from fedstill.experiment.on_flower.own_data import own_data
 from fedstill.experiment.on_flower.own_tasks import OwnTasks, own_tasks
 from fedstill.experiment.on_flower.site_file import Site
 from fedstill.experiment.preparing.prepared import Prepared, sites_of
+from fedstill.experiment.preparing.private_training import refuse_unprivate
 from fedstill.experiment.preparing.querying import with_asking
 from fedstill.experiment.preparing.run_world import RunWorld, world_of
 from fedstill.experiment.preparing.sharing import Shared
 from fedstill.experiment.preparing.task_split import cut_of, stream_of
+from fedstill.experiment.preparing.unmaskable import refuse_unmaskable
 from fedstill.records import Examples
 from fedstill.topology import TASK_TEST
 
@@ -79,4 +81,7 @@ def _had(train: Mapping[int, Examples], now: int, kept: bool) -> dict[int, Examp
 def _world(settings: Settings, facts: Facts, public: Examples | None) -> RunWorld:
     classes = len(facts.classes)
     world = world_of(settings, facts.shape, classes, len(public) if public else 0, facts.vocabulary)
-    return with_asking(settings, world, lambda: torch.zeros(0, classes))
+    world = with_asking(settings, world, lambda: torch.zeros(0, classes))
+    refuse_unprivate(settings, world)  # a server that is hostile would not
+    refuse_unmaskable(settings, world)
+    return world

@@ -28,6 +28,7 @@ from fedstill.experiment.preparing.noised_sums import sums_work
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.experiment.preparing.summing import SumUp, sums_stage
 from fedstill.files import digest, make_folder
+from fedstill.records import Stage
 from fedstill.topology import CENSUS
 from fedstill.version import VERSION
 from fedstill.wire.privacy import rows_of
@@ -100,7 +101,7 @@ class Clerk:
             most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
         else:
             most = work.rows if isinstance(work, SumUp) else 0
-        if most and not settings.privacy.allows(desk.noised_rows(most) + most):
+        if most and not settings.privacy.allows(_sums_before(ready, stage) + desk.noised_rows(most) + most):
             raise Refused(f"{most} more rows of logits would cost this site more than privacy.epsilon allows it")
         if settings.privacy.trains:
             demand_budget(ready, request, desk)
@@ -148,7 +149,7 @@ class Clerk:
             raise Refused(f"the server runs fedstill {request.version[:40]}, this site {VERSION}: install the same")
         if digest(request.config.encode()) != request.sha:
             raise Refused("the configuration is not the one that its SHA-256 names")
-        if self.site.accept and request.sha not in self.site.accept:
+        if self.site.accept is not None and request.sha not in self.site.accept:
             raise Refused(
                 f"this site has not accepted the configuration {request.sha}: its operator adds that to accept in "
                 "site.toml"
@@ -190,3 +191,10 @@ class Clerk:
         if site.tasks:
             raise Refused("this site has a folder for each task, and this run has no tasks: set stream.kind = 'sites'")
         return on_own_data(settings, facts, site)
+
+
+def _sums_before(ready: Prepared, stage: Stage) -> int:
+    """The rows with noise of the sums by which the run is standardised; they went out under a name of their own."""
+    if not ready.settings.privacy.on or ready.by.origin != "summed" or stage == sums_stage(ready.world):
+        return 0
+    return sums_work(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows

@@ -20,8 +20,8 @@ class Site:
     ``tasks``: "folders" where ``data`` has a folder for each task of a run with ``[stream]``, task1, task2, …;
     ``time_column``: the column of dates at which the run cuts ``data`` into tasks.
     ``public``: its copy of the public set, for runs that have one. ``tokenizer``: its copy of the tokenizer's file, for
-    runs on texts that have one. ``accept``: SHA-256 of the configurations it runs;
-    empty: any. ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
+    runs on texts that have one. ``accept``: SHA-256 of the configurations it runs; None: any, empty: none.
+    ``imports``: files and import paths of code beyond fedstill's own that a configuration may name.
     ``files``: files and folders that the configuration of a trial may have it read, as they are written there.
     ``refuse``: measures that it takes part in no run with.
     """
@@ -33,7 +33,7 @@ class Site:
     time_column: str = ""
     public: str = ""
     tokenizer: str = ""
-    accept: tuple[str, ...] = ()
+    accept: tuple[str, ...] | None = None
     imports: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     refuse: tuple[str, ...] = ()
