@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from fedstill.anywhere import acting
+from fedstill.keys import drawing_from, seed_for
 from fedstill.method import Method
 from fedstill.origin import returned
 from fedstill.raised import as_asked, noted, with_asks, with_query
-from fedstill.records import Payload, Reply, Stage, State, World
-from fedstill.verdicts import demand_quorum, guard_norm, part, written
+from fedstill.records import SERVER, Payload, Reply, Stage, State, World
+from fedstill.verdicts import demand_quorum, guard_entries, guard_norm, part, refuse_idle, written
 from fedstill.watch import Watch, place, replies_of, told
 from fedstill.wire.screen import Rules, screen
 from fedstill.work import ClientWork
@@ -38,10 +39,13 @@ def run_round(
     Within a chain's round the state holds ``answered``, too: how many of its clients have replied.
     """
     if state.stage == 0:
-        with part(method, "open", f"round {state.round}"):
+        draws = drawing_from(seed_for(world.seed, state.round, 0, SERVER, "open"))
+        with draws, part(method, "open", f"round {state.round}"):
             state = returned(method.open(state, stages, world), State, method.open, "a State")
+    asked_in = set(range(state.stage))
     for stage in stages[state.stage :]:
-        state = _run_stage(method, state, stage, stages, world, engine, watch, rules)
+        with drawing_from(seed_for(world.seed, state.round, stage.index, SERVER, "server")):
+            state = _run_stage(method, state, stage, stages, world, engine, watch, rules, asked_in)
     return replace(state.without("answered"), round=state.round + 1, stage=0)
 
 
@@ -54,11 +58,16 @@ def _run_stage(
     engine: Engine,
     watch: Watch,
     rules: Rules,
+    asked_in: set[int],
 ) -> State:
+    """The state after one stage; ``asked_in``: the stages of the round in which clients were sent something."""
     method, where, world = acting(method, stage), place(stage), as_asked(world, state)
     with part(method, "down", where):
         needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
         sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        asked_in.update({stage.index} if sent else ())
+        if stage.round == 1 and stage.index == stages[-1].index and not asked_in:
+            refuse_idle(method.down, stage)
         downs = {c: with_query(d, c, stage, world, needs) for c, d in sent.items()}
     with part(method, "work", where):
         work = returned(method.work(stage), ClientWork, method.work, "a ClientWork")
@@ -76,7 +85,9 @@ def _run_stage(
         engine.commit(stage, [r.client for r in replies])
         if replies:
             with part(method, "fold", where):
-                state = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
+                before, folded = state, method.fold(state, replies, stage, world)
+                state = returned(folded, State, method.fold, "a State")
+                guard_entries(method.fold, method.predictors, before, state)
                 guard_norm(state, stage, replies, world)
             state = noted(state, replies, stage, world)
             if stage.hop:

@@ -10,10 +10,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from fedstill import trees
 from fedstill.errors import TRACEBACK, BadPayload, BadReturn, Diverged, FedstillError, MethodFailed, TooFewReplies
-from fedstill.origin import definition, is_users, reason
+from fedstill.origin import bad_return, definition, is_users, reason
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.watch import place
-from fedstill.wire.screen import MODELS, Refusal, Rules
+from fedstill.wire.screen import MODELS, Refusal, Rules, unlike
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -69,11 +69,29 @@ def demand_quorum(
     raise TooFewReplies(text + "; see the traceback with debug=True" * failed, text + TRACEBACK * failed)
 
 
+def refuse_idle(down: Callable[..., Any], stage: Stage) -> None:
+    """Raises BadReturn where a user's ``down`` gave nothing to anybody in the whole of round 1."""
+    if definition(down):
+        many = f"all {len(stage.clients)} clients" if len(stage.clients) > 1 else "every client"
+        raise bad_return(down, f"gives None to {many} in every stage, so nobody does anything: does it lack a return?")
+
+
 def written(sends: Callable[..., Any], expects: Callable[..., Any]) -> str:
     """Where a user's code says what is sent, and what is expected; empty for the library's own."""
     sent, expected = definition(sends), definition(expects)
     both = [f"sent by {sent}"] * bool(sent) + [f"expected by {expected}"] * bool(expected)
     return f" ({'; '.join(both)})" if both else ""
+
+
+def guard_entries(fold: Callable[..., Any], predictors: Callable[..., Any], before: State, after: State) -> None:
+    """Raises BadReturn for parameters that a user's ``fold`` dropped, added, cut or cast, and could not go on with.
+
+    Not where it gave another network, or where the user's code says what is evaluated.
+    """
+    if not definition(fold) or definition(predictors) or after.model != before.model:
+        return
+    if before.params and (why := unlike("params", after.params, before.params)):
+        raise bad_return(fold, f"gives other parameters than the model has: {why}")
 
 
 def guard_norm(state: State, stage: Stage, replies: Sequence[Reply], world: World) -> None:

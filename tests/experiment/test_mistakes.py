@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from fedstill.errors import ClientFailed, IncompatibleMethod, MethodFailed, TooFewReplies
+from fedstill.errors import ClientFailed, Diverged, IncompatibleMethod, MethodFailed, TooFewReplies
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.running.runner import run
 from newcomer import SHAPES, at_the_server, mine, refusals
@@ -236,6 +236,71 @@ def test_what_a_method_gives_must_be_what_it_is_asked_for(part: str, mistake: st
     with pytest.raises(MethodFailed) as caught:
         run(experiment, tmp_path / "run", toys.blobs())
     assert str(caught.value).endswith(f"{text} (mine.py, line {line - 1}, in {part})")
+
+
+def test_down_that_returns_nothing_is_said_before_a_round_is_over(tmp_path: Path) -> None:
+    experiment, line = mine(tmp_path, server=at_the_server("down", "Payload(params=state.params)"))
+    with pytest.raises(MethodFailed) as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    why = "Mine.down gives None to all 4 clients in every stage, so nobody does anything: does it lack a return?"
+    assert str(caught.value) == f"round 1, stage 'train': Mine.down failed: {why} (mine.py, line {line - 1}, in down)"
+    chain, _ = mine(
+        tmp_path, server=at_the_server("down", "return None"), topology={"kind": "sequential", "clients": 3}
+    )
+    with pytest.raises(MethodFailed, match="gives None to every client in every stage"):
+        run(chain, tmp_path / "chain", toys.blobs())
+
+
+NOTHING_TO_DO = """
+def down(self, state, client, stage, world):
+    later = state.round > 1 or stage.name == 'before'
+    return None if later else Payload(params=state.params)
+stages = frozenset({'before', 'train'})
+schedule = {'before': 'before'}
+"""
+
+
+def test_down_may_return_nothing_in_a_stage_or_in_a_later_round(tmp_path: Path) -> None:
+    experiment, _ = mine(tmp_path, server=NOTHING_TO_DO)
+    result = run(experiment, tmp_path / "run", toys.blobs())
+    assert len(result.history) == experiment.rounds
+
+
+FOLDED = {
+    "dropped": ("{k: v for k, v in mean.items() if 'bias' not in k}", "params differs: missing ['"),
+    "added": ("{**mean, 'scale': mean['head.bias']}", "params differs: missing [], not asked for ['scale']"),
+    "cut": ("{**mean, 'head.bias': mean['head.bias'][:2]}", "params/head.bias has shape (2,), not (5,)"),
+    "cast": ("{k: v.double() for k, v in mean.items()}", " is torch.float64, not torch.float32"),
+    "no tensor": ("{**mean, 'head.bias': 3.0}", "params/head.bias is not a dense tensor"),
+}
+
+
+@pytest.mark.parametrize("how", FOLDED)
+def test_what_fold_makes_of_the_models_entries_is_said_in_its_stage(how: str, tmp_path: Path) -> None:
+    gives, why = FOLDED[how]
+    mean = "from fedstill.aggregate import weighted_mean; mean = weighted_mean(replies)"
+    fold = f"{mean}; return state.next(params={gives})"
+    experiment, line = mine(tmp_path, server=at_the_server("fold", fold))
+    with pytest.raises(MethodFailed) as caught:
+        run(experiment, tmp_path / "run", toys.blobs())
+    said = str(caught.value)
+    assert said.startswith(
+        "round 1, stage 'train': Mine.fold failed: Mine.fold gives other parameters than the model has"
+    )
+    assert why in said
+    assert said.endswith(f"(mine.py, line {line - 1}, in fold)")
+
+
+def test_a_term_that_is_no_number_is_named_where_the_reply_is_refused(tmp_path: Path) -> None:
+    terms = """
+    def terms(self, step, carry):
+        return {"ce": cross_entropy(step.logits(), step.y), "far": step.logits().sum(1) / 0}
+    """
+    experiment, _ = mine(tmp_path, terms, plan={"epochs": 1, "batch": 1000})
+    with pytest.raises(
+        Diverged, match=r"numbers that are not finite \(so was the loss of its term 'far'\); lower plan.lr"
+    ):
+        run(experiment, tmp_path / "run", toys.blobs())
 
 
 def test_errors_that_a_method_raises_on_purpose_stay_what_they_are(tmp_path: Path) -> None:

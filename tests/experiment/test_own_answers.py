@@ -169,6 +169,17 @@ def test_a_method_that_does_not_say_so_is_told(tmp_path: Path, caplog: pytest.Lo
     assert found.summary["answer"] == "server"
 
 
+def test_a_run_that_trains_nothing_is_told_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedstill"):
+        run(
+            apart(method="fedavg", plan={"epochs": 0}, topology={"clients": 6, "sampled": 1}),
+            tmp_path / "run",
+            data=toys.blobs(),
+        )
+    (said,) = [r.getMessage() for r in caplog.records if "round 1 left the server's model as it was" in r.getMessage()]
+    assert said.endswith("says nothing: no plan has epochs or steps, so nobody trained; set plan.epochs above 0")
+
+
 def test_local_only_and_explain_say_what_the_answer_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ def screen(
             kind, why = "unlike", _outcome(_content, reply.up, expected(reply.client))
         if not why:
             kind, why = "diverged", _outcome(_wild, reply.up, downs[reply.client], rules.norm_limit, sent)
+            why += _outcome(_lost, reply.metrics) if why else ""
         if not why:
             kind, why = "strange", _outcome(wrong_report, reply.metrics)
         if why:
@@ -147,13 +148,14 @@ def _content(up: Payload, expected: Payload) -> str:
     if set(up) != set(expected):
         return f"groups differ: {_difference(up, expected)}"
     for name in expected:
-        bad = _group(name, up[name], expected[name])
+        bad = unlike(name, up[name], expected[name])
         if bad:
             return bad
     return ""
 
 
-def _group(name: str, got: Group, want: Group) -> str:
+def unlike(name: str, got: Group, want: Group) -> str:
+    """In what a group is not as it must be: its names, shapes and types; empty if it is."""
     if isinstance(want, Tensor):
         return _tensor(name, got, want)
     if isinstance(want, Mapping):
@@ -194,6 +196,18 @@ def _wild(up: Payload, down: Payload, limit: float, sent: dict[int, float]) -> s
         if isinstance(group, float) and not abs(group) < float("inf"):
             return f"{name} is {group}"
     return next((bad for n in MODELS if n in up and n in down and (bad := _grown(n, norms[n], down, limit, sent))), "")
+
+
+def _lost(metrics: Mapping[str, object]) -> str:
+    """The terms of the objective whose loss was no number, as a client reports them."""
+    losses = metrics.get("loss")
+    named = losses.items() if isinstance(losses, Mapping) else ()
+    lost = [
+        f"{name!r:.60}"
+        for name, loss in named
+        if loss is None or (isinstance(loss, float) and not math.isfinite(loss))  # over a network NaN becomes None
+    ]
+    return f" (so was the loss of its term{'s' * (len(lost) > 1)} {', '.join(lost[:3])})" if lost else ""
 
 
 def _grown(name: str, norm: float, down: Payload, limit: float, sent: dict[int, float]) -> str:

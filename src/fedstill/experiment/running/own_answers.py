@@ -19,10 +19,7 @@ from fedstill.trees import same_bits
 
 log = logging.getLogger("fedstill.measuring")
 
-UNTRAINED = (
-    "round 1 left the server's model as it was, so its accuracy says nothing; if clients have models of their own, "
-    "the method says after which stages: personal = frozenset({'train'})"
-)
+UNTRAINED = "round 1 left the server's model as it was, so its accuracy says nothing"
 
 
 @dataclass
@@ -61,5 +58,13 @@ def evaluated_answers(method: Method, state: State, world: World) -> dict[str, C
     if state.round == 1 or not same_bits(state.params, world.initial(SERVER)):
         return dict(method.predictors(state, world))
     if state.round == 2 and not method.personal:
-        log.warning("%s", UNTRAINED)
+        log.warning("%s: %s", UNTRAINED, _why_untrained(world))
     return {} if method.personal else dict(method.predictors(state, world))
+
+
+def _why_untrained(world: World) -> str:
+    """What most likely left it so, and what to do."""
+    if not any(plan.epochs or plan.steps for plan in world.plans.values()):
+        return "no plan has epochs or steps, so nobody trained; set plan.epochs above 0"
+    own = "the method says after which stages: personal = frozenset({'train'})"
+    return f"if clients have models of their own, {own}; if not, look at what fold gives, and at plan.lr"
