@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import ssl
 import stat
 import tomllib
@@ -108,6 +109,15 @@ def test_one_server_runs_from_a_folder_at_a_time_and_touches_nothing_of_the_othe
     assert {path: data for path, data in after.items() if path.name != "lock"} == before
     with supervising.alone(federation.server, "a server"):
         pass
+
+
+def test_another_program_on_the_port_is_not_taken_for_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        federation = made(tmp_path / "fed", port=there.getsockname()[1])
+        assert call(["deploy", "server", str(federation.folder)]) == 1
+    assert f"something listens on {federation.local} already" in capsys.readouterr().err
 
 
 def test_one_client_runs_from_a_folder_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,29 @@ def runs(process: Any) -> bool:
         return False
 
 
+CHILD = "from fedstill.deploy.supervising import end_with_parent as end; import time; end(); time.sleep(600)"
+PARENT = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_server_and_a_client_end_with_a_command_that_was_killed() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(1.0)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    end = time.monotonic() + 60
+    while runs(child):
+        assert time.monotonic() < end, "it is still there"
+        time.sleep(0.05)
+
+
 def test_a_program_that_has_ended_started_nothing() -> None:
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()

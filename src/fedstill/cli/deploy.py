@@ -56,6 +56,7 @@ def server(directory: Path, *, insecure_for_testing: Insecure = False) -> int:
 
     federation = folder.load_federation(directory)
     with supervising.alone(federation.server, "a server"):
+        supervising.demand_free(federation)
         folder.ensure_key(federation)
         command = programs.superlink(federation, insecure_for_testing)
         programs.write_link(federation, insecure_for_testing)

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from fedstill.deploy.gate import Gate, check_paths
+from fedstill.deploy.supervising import end_with_parent
 from fedstill.engines.flower.messages import require_flower
 from fedstill.errors import ConfigError, FedstillError
 
@@ -68,4 +69,5 @@ def serve() -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(serve())

@@ -13,6 +13,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
+from fedstill.deploy.supervising import end_with_parent
 from fedstill.engines.flower.messages import require_flower
 from fedstill.engines.flower.waiting import Pace, fetch_soon
 from fedstill.errors import ConfigError, FedstillError
@@ -63,4 +64,5 @@ def be_client() -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     sys.exit(be_client())

@@ -53,6 +53,18 @@ def running(command: Sequence[str], env: Mapping[str, str], **streams: Any) -> I
         end(process)
 
 
+def end_with_parent() -> None:
+    """Let this process end, as by SIGTERM, when the one that started it has: also where that was killed."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def keep_running(command: Sequence[str], beside: Sequence[str], env: Mapping[str, str], wait: float) -> int:
     """Run a client until it ends, with a program beside it; its status.
 
@@ -135,16 +147,30 @@ def descendants(pid: int) -> list[psutil.Process]:
     return below
 
 
+def demand_free(federation: Federation) -> None:
+    """Raise DeployFailed where something listens on the federation's port already: it would be taken for the server."""
+    if _listens(federation):
+        raise DeployFailed(
+            f"something listens on {federation.local} already, perhaps a server whose command was killed: stop it first"
+        )
+
+
+def _listens(federation: Federation) -> bool:
+    host, _, port = federation.local.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), 1):
+            return True
+    except OSError:
+        return False
+
+
 def wait_for_port(federation: Federation, process: subprocess.Popen[bytes], seconds: float = SECONDS) -> None:
     """Wait until the server answers; raises DeployFailed if it ends or does not."""
-    host, _, port = federation.local.rpartition(":")
     end_at = time.monotonic() + seconds
     while time.monotonic() < end_at:
         if process.poll() is not None:
             raise DeployFailed(f"the server ended at once, with status {process.returncode}; its output says why")
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), 1):
-                return
-        except OSError:
-            time.sleep(0.3)
+        if _listens(federation):
+            return
+        time.sleep(0.3)
     raise DeployFailed(f"the server did not listen on port {federation.port} within {seconds:g} s")
