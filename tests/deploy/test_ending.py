@@ -58,7 +58,7 @@ def runs(process: Any) -> bool:
         return False
 
 
-CHILD = "from fedstill.deploy.supervising import end_with_parent as end; import time; end(); time.sleep(600)"
+CHILD = "from fedstill.deploy.supervising import end_with_parent as end; import time; end(); print(1, flush=True); time.sleep(600)"
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
@@ -71,7 +71,7 @@ def test_a_server_and_a_client_end_with_a_command_that_was_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(1.0)
+    assert parent.stdout.readline() == b"1\n", "it watches"
     parent.kill()
     parent.wait()
     parent.stdout.close()
