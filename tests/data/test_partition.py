@@ -416,6 +416,21 @@ def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
     assert same(first, p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
 
 
+@pytest.mark.parametrize(
+    "parts",
+    [[np.array([0.5, 1.5]), np.array([2.5])], [np.array([True, False])] * 2, None, {0: [1], 1: [2]}, iter([[0], [1]])],
+)
+def test_what_is_no_split_is_not_kept(parts, tmp_path, monkeypatch):
+    """As a file it would be whole numbers, and the next call would take it for a split."""
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
+
+    def slow(labels, clients):
+        return parts
+
+    assert p.cached(slow, BALANCED, slow_seconds=0, clients=2) is parts
+    assert not (tmp_path / "partitions").exists()
+
+
 def test_quick_splits_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path))
     p.cached(p.iid, BALANCED, clients=7, seed=1)

@@ -214,11 +214,27 @@ BAD_PARTITIONS = {
     "dividing": ("1 / 0", "partition dividing failed: ZeroDivisionError: division by zero (dividing.py, line "),
     "few": ("[np.arange(9)]", "gave 1 parts for 3 clients"),
     "empty": ("[np.arange(9), np.arange(0), np.arange(9)]", "client 1 gets no examples"),
-    "outside": ("[np.arange(3), np.arange(3, 6), np.array([300])]", "client 2 must get positions from 0 to 299"),
-    "below": ("[np.arange(3), np.array([-1]), np.arange(3, 6)]", "client 1 must get positions"),
-    "twice": ("[np.arange(3), np.arange(3), np.arange(3, 6)]", "gives an example to two clients"),
-    "floats": ("[np.arange(3.0) + 3 * c for c in range(3)]", "client 0 must get positions"),
-    "nothing": ("None", "partition nothing failed: TypeError"),
+    "outside": (
+        "[np.arange(3), np.arange(3, 6), np.array([300])]",
+        "client 2 gets example 300, not positions from 0 to 299",
+    ),
+    "below": ("[np.arange(3), np.array([-1]), np.arange(3, 6)]", "client 1 gets example -1, not positions"),
+    "twice": ("[np.arange(3), [5], np.arange(2, 5)]", "gives an example to two clients, 0 and 2: that at 2; each goes"),
+    "repeated": (
+        "[[0], [4, 3, 4], [1]]",
+        "gives an example to client 1 twice: that at 4; each goes to one client, once",
+    ),
+    "floats": (
+        "[np.arange(3.0) + 3 * c for c in range(3)]",
+        "client 0 gets numbers of type float64, not an array of pos",
+    ),
+    "mask": ("[np.arange(300) % 3 == c for c in range(3)]", "client 0 gets a mask; np.flatnonzero makes of it the pos"),
+    "squares": (
+        "np.arange(12).reshape(3, 2, 2)",
+        "client 0 gets an array of shape (2, 2), not an array of positions from",
+    ),
+    "nothing": ("None", "nothing gives None, not a list with an array of positions for each client (nothing.py, line "),
+    "dict": ("{c: [c] for c in range(3)}", "dict gives a dict, not a list with an array of positions for each client"),
     "writing": ("labels.sort() or [[0], [1], [2]]", "partition writing failed: ValueError: sort array is read-only"),
     "ragged": ("[[[1], [2, 3]]] * 3", "partition ragged failed: ValueError"),
 }
@@ -231,6 +247,16 @@ def test_a_partition_that_is_none_is_refused(how: str, folder: Path) -> None:
     text = text[: text.index("    return")] + f"    return {value}\n"
     (folder / f"{how}.py").write_text(text)
     assert words in problem(folder, f"partition={how}.py")
+
+
+def test_the_parameters_of_a_partition_have_the_names_that_it_is_given(folder: Path) -> None:
+    (folder / "named.py").write_text(PARTITION.replace("stripes", "named").replace("labels, clients", "y, n_clients"))
+    said = "partition named has parameters y, n_clients, width; those that it is given are called labels, clients and"
+    assert said in problem(folder, "partition=named.py")
+    (folder / "any.py").write_text(
+        PARTITION.replace("stripes", "any").replace("labels, clients, width: int = 1", "**given")
+    )
+    assert "partition any failed: NameError" in problem(folder, "partition=any.py"), "one that takes all is called"
 
 
 BAD_MODELS = {

@@ -209,9 +209,9 @@ def test_ones_own_function_may_give_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("split", "kind", "said"),
     [
-        (twice, ConfigError, "gives an example to two clients"),
-        (floats, ConfigError, "client 0 must get positions from 0 to"),
-        (outside, ConfigError, "client 3 must get positions from 0 to"),
+        (twice, ConfigError, "gives an example to client 0 twice"),
+        (floats, ConfigError, "client 0 gets numbers of type float64, not an array of positions from 0 to"),
+        (outside, ConfigError, "client 3 gets example .*, not positions from 0 to"),
         (nothing, InfeasiblePartition, "client 2 gets no examples"),
     ],
 )

@@ -9,7 +9,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,17 @@ def cached(split: Callable[..., Parts], labels: Labels, slow_seconds: float = 1.
         return parts
     started = time.perf_counter()
     parts = split(labels=labels, **fields)
-    if path is not None and time.perf_counter() - started > slow_seconds:
+    if path is not None and time.perf_counter() - started > slow_seconds and _are_positions(parts):
         with contextlib.suppress(OSError):
             _write(path, parts)
     return parts
+
+
+def _are_positions(parts: Any) -> bool:
+    """Whether these are arrays of whole numbers; all else of a user's is checked, and refused, each time anew."""
+    if isinstance(parts, FlatParts):
+        return True
+    return isinstance(parts, (Sequence, np.ndarray)) and all(np.asarray(part).dtype.kind in "iu" for part in parts)
 
 
 def _path(split: Callable[..., Parts], labels: Labels, fields: dict[str, Any]) -> Path | None:

@@ -113,7 +113,7 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
     entry = registry.lookup(kind, name, base)
     try:
         fields = dict(entry.fields)
-        seeded = kind == "partition" and "seed" in inspect.signature(entry.target).parameters
+        seeded = kind == "partition" and "seed" in _parameters(entry)
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{kind} {name!r} has fields that cannot be read: {on_one_line(error)}") from error
     if kind == "model":  # a constructor that was not written for a config may have others, which keep their defaults
@@ -124,3 +124,12 @@ def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, 
         if key in fields and fields[key][1] is ...:
             fields[key] = (fields[key][0], value)
     return entry, fields
+
+
+def _parameters(entry: registry.Entry) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a partition; raises ConfigError where it does not take what the library gives it."""
+    taken = inspect.signature(entry.target).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in taken.values()) or {"labels", "clients"} <= taken.keys():
+        return taken
+    given = "those that it is given are called labels, clients and, where it draws, seed"
+    raise ConfigError(f"partition {short_name(entry.name)} has parameters {', '.join(taken) or 'none'}; {given}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from fedstill.data.partition import Parts, cached
 from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import ConfigError, FedstillError, InfeasiblePartition
 from fedstill.experiment.config.settings import Settings
-from fedstill.origin import reason
+from fedstill.origin import definition, of_kind, reason
 from fedstill.records import Examples
 
 
@@ -34,7 +36,7 @@ def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatP
     try:
         apply = entry.target if partition.name in settings.lives else functools.partial(cached, entry.target)
         parts = apply(labels=labels, clients=settings.clients, **fields)
-        parts = parts if isinstance(parts, FlatParts) else [np.asarray(part) for part in parts]
+        parts = parts if isinstance(parts, FlatParts) else _arrays(f"partition {entry.name}", parts, entry.target)
     except FedstillError:
         raise
     except Exception as error:
@@ -51,21 +53,37 @@ def to_read(values: Tensor) -> NDArray[np.int64]:
     return view
 
 
+def _arrays(what: str, given: object, partition: Callable[..., object]) -> list[NDArray[Any]]:
+    """What a user's partition gave, a part a client; raises ConfigError for what has no parts in an order."""
+    if isinstance(given, Iterable) and not isinstance(given, (Mapping, Set, str)):
+        return [np.asarray(part) for part in given]
+    where = f" ({definition(partition)})" if definition(partition) else ""
+    raise ConfigError(f"{what} gives {of_kind(given)}, not a list with an array of positions for each client{where}")
+
+
 def _checked(what: str, parts: Parts, examples: int) -> FlatParts[NDArray[np.int64]]:
     """The parts in one array; raises InfeasiblePartition or ConfigError where they are no split of so many examples."""
-    must = "must get positions from 0 to"
+    must = f"positions from 0 to {examples - 1}"
     for client, part in enumerate([] if isinstance(parts, FlatParts) else parts):
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
-            raise ConfigError(f"{what}: client {client} {must} {examples - 1}")
+            of = f"numbers of type {part.dtype}" if part.ndim == 1 else f"an array of shape {part.shape}"
+            got = "a mask; np.flatnonzero makes of it the" if part.dtype == bool else f"{of}, not an array of"
+            raise ConfigError(f"{what}: client {client} gets {got} {must}")
     flat = FlatParts.of(parts)
     for client in np.flatnonzero(flat.sizes == 0)[:1]:
         raise InfeasiblePartition(f"{what}: client {client} gets no examples; use fewer clients")
     for place in np.flatnonzero((flat.order < 0) | (flat.order >= examples))[:1]:
-        client = np.searchsorted(flat.ends, place, side="right")
-        raise ConfigError(f"{what}: client {client} {must} {examples - 1}")
-    if np.bincount(flat.order).max() > 1:
-        raise ConfigError(f"{what} gives an example to two clients; each example goes to one at most")
+        raise ConfigError(f"{what}: client {_owner(flat, place)} gets example {flat.order[place]}, not {must}")
+    for example in np.flatnonzero(np.bincount(flat.order) > 1)[:1]:
+        one, other = (_owner(flat, place) for place in np.flatnonzero(flat.order == example)[:2])
+        whose = f"client {one} twice" if one == other else f"two clients, {one} and {other}"
+        raise ConfigError(f"{what} gives an example to {whose}: that at {example}; each goes to one client, once")
     return flat
+
+
+def _owner(flat: FlatParts[NDArray[np.int64]], place: np.int64) -> int:
+    """The client that has what stands at a place of the order."""
+    return int(np.searchsorted(flat.ends, place, side="right"))
 
 
 def some_of(examples: Examples, size: int, key: str) -> Examples:
