@@ -185,6 +185,17 @@ def test_where_sites_have_listed_keys_nothing_is_read_of_a_request_that_is_not_s
     assert asked(Gate(inside, KEY, listed=True), PULL, **signed())["status"] == 200
 
 
+@needs_flower
+def test_a_sites_own_key_is_short_enough(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    federation = folder.init(tmp_path / "fed", 1, ("127.0.0.1",), "127.0.0.1", 8443, "1.0")
+    private: Any = load_ssh_private_key((federation.client(0) / "client.key").read_bytes(), None)
+    own = signed(key=public_key_to_bytes(private.public_key()))
+    assert asked(Gate(Inside(), KEY, listed=True), PULL, **own)["status"] == 200
+
+
 def test_long_headers_are_no_signature() -> None:
     gate = Gate(Inside(), KEY, listed=True)
     for long in (signed(key=b"k" * 4000), signed(when="1" * 4000)):

@@ -52,8 +52,8 @@ SIGNER, SIGNED_TIME = b"flwr-public-key", b"flwr-timestamp"
 MAX_BODY = 64 << 20
 """Bytes of one request; Flower cuts arrays into pieces of 5 MB."""
 
-MAX_SIGNER = 200
-"""Bytes of a public key, and of a time, as they stand in a header; Flower's have 124 and 32."""
+MAX_SIGNER = 1000
+"""Bytes of a public key, and of a time, as they stand in a header; those of a site have 288 and 32."""
 
 SIGNED_SECONDS = 330.0
 """Longer than Flower takes a signed time for now."""
