@@ -50,7 +50,7 @@ def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None
     assert np.allclose(run.sites.train.values.numpy(), (x - mean) / std, atol=1e-6)
     assert run.sites.common_test is not None
     assert np.allclose(run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5)
-    assert any("constant, and left at 0: c" in note for note in run.notes)
+    assert any("constant to six digits, and left at 0: c" in note for note in run.notes)
 
 
 def test_a_test_row_changes_no_statistic() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["image", "table", "vector", "series", "text"]
@@ -62,7 +62,7 @@ class About:
     that a table was made of; ``categories``: those of them whose values are names, and these names; ``features``: the
     names of its inputs; ``marks``: which of these (positions) are 0 or 1 and are not standardised.
     ``tokenizer``: what made ids of texts, as in ``Form``; ``tokenizer_sha``: the SHA-256 of its file, if it is one.
-    ``notes``: what was left out or cut, a sentence each.
+    ``notes``: what was left out or cut, a sentence each; ``cautions``: what of it a run says when it begins.
     """
 
     kind: Kind = "image"
@@ -75,6 +75,12 @@ class About:
     tokenizer: str = ""
     tokenizer_sha: str = ""
     notes: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+
+    def warned(self, *said: str) -> About:
+        """The same with more that a run says when it begins; empty sentences are left out."""
+        more = tuple(filter(None, said))
+        return replace(self, notes=(*self.notes, *more), cautions=(*self.cautions, *more))
 
     @property
     def many(self) -> str:

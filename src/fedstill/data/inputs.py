@@ -42,7 +42,7 @@ class Inputs:
         told = {"shape": list(values.shape[1:]), "pixels": type_, "mean": self.mean, "std": self.std}
         if self.about.kind == "image":
             return told
-        more = {k: v for k, v in asdict(self.about).items() if k not in ("notes", "owners", "kind") and v}
+        more = {k: v for k, v in asdict(self.about).items() if k not in ("notes", "cautions", "owners", "kind") and v}
         return {**told, "kind": self.about.kind, **more}
 
     def trained_on(self, values: Tensor, generator: torch.Generator) -> Tensor:

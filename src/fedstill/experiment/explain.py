@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +189,17 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
 
 
 def told_of_examples(prepared: Prepared) -> list[str]:
-    """What examples are and what reading them left out, a sentence each; of images only what was left out."""
-    kind = examples_are(prepared.sites.inputs.stored(prepared.dataset.train.values))
-    return [*([kind] if kind else []), *prepared.notes]
+    """How many examples there are, what they are and what reading them left out, a sentence each."""
+    data, sites = prepared.dataset, prepared.sites
+    kind = examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)
+    many = f"{len(sites.train):,} to train on, {len(sites.common_test or ()):,} to test all on; "
+    return [f"{'' if prepared.settings.on_sites else many}{kind}", *prepared.notes]
+
+
+def _pixels(shape: Sequence[int]) -> str:
+    channels, *sides = shape
+    size = "×".join(map(str, sides))
+    return f"examples are images of {size} pixels, {channels} channel{'s' * (channels != 1)}"
 
 
 def models(prepared: Prepared) -> list[tuple[str, int, str]]:

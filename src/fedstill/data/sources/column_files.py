@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 import pyarrow as pa
-import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
+from fedstill.data.sources.column_types import unlike
 from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_large, refuse_ratio
-from fedstill.errors import DataError, on_one_line
+from fedstill.data.sources.one_csv import read_one_csv
+from fedstill.errors import DataError
 
 ROWS_AT_ONCE = 4096
 """Rows of numbers that are read at once."""
 
 PAGE_BUFFER = 1 << 20
 """Bytes of a column that are read ahead, so that no whole row group is held."""
-
-UNKNOWN = ["", "?", "NA", "N/A", "NaN", "nan", "null", "NULL", "None"]
-"""What stands in a CSV file where a value is missing."""
 
 
 class Frame(Protocol):
@@ -33,8 +30,15 @@ class Frame(Protocol):
     def schema(self) -> pa.Schema:
         """The columns and what they hold."""
 
-    def read(self, names: Sequence[str]) -> pa.Table:
-        """Some columns, all rows, in their order."""
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Where they are; none on the hub."""
+
+    def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
+        """Some columns, all rows, in their order.
+
+        gaps: whether a CSV file may lack one of them, whose values are missing then.
+        """
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,16 @@ class ParquetFrame:
         with in_one_line(self.files[0]):
             return pq.read_schema(self.files[0])
 
-    def read(self, names: Sequence[str]) -> pa.Table:
+    def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
         """Some columns of all files; raises DataError for a file that lacks one, or is larger than may be read."""
-        return pa.concat_tables([self._one(path, list(names)) for path in self.files], promote_options="permissive")
+        return _joined([self._one(path, list(names)) for path in self.files], self.files)
 
     def _one(self, path: Path, names: list[str]) -> pa.Table:
         with in_one_line(path):
             about, schema = claims(path), pq.read_schema(path)
             for name in names:
                 if len(schema.get_all_field_indices(name)) != 1:
-                    raise DataError(f"{path} has not one column {name!r}, as the first file has; write it again")
+                    raise DataError(f"{path} has not one column {name!r}, as {self.files[0].name} has; write it again")
             refuse_claims(path, about, [f"{name}." for name in names] + names)
             rows = ROWS_AT_ONCE if all(_fixed(schema.field(name).type) for name in names) else 1
             batches, unpacked, stored = [], 0, path.stat().st_size
@@ -80,41 +84,73 @@ class CsvFrame:
 
     files: tuple[Path, ...]
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
-        """The columns, and what their values look like."""
-        return self._all.schema
+        """The columns, and what their values look like; of files that disagree in a column, the first one's."""
+        fields: dict[str, list[pa.Field]] = {}
+        for table in self._each:
+            for field in table.schema:
+                fields.setdefault(field.name, []).append(field)
+        return pa.schema([_agreed(own) for own in fields.values()])
 
-    def read(self, names: Sequence[str]) -> pa.Table:
+    def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
         """Some columns of all files."""
-        return self._all.select(list(names)).combine_chunks()
+        for path, table in zip(self.files, self._each, strict=True):
+            if not gaps and (lacking := [name for name in names if name not in table.column_names]):
+                raise DataError(
+                    f"{path} has no column {lacking[0]!r}, which others of its split have; write it there, or name the "
+                    "columns to read in data.columns"
+                )
+        some = [table.select([name for name in names if name in table.column_names]) for table in self._each]
+        return _joined(some, self.files).select(list(names)).combine_chunks()
+
+    @property
+    def rows(self) -> int:
+        """How many there are in all files."""
+        return sum(map(len, self._each))
 
     @cached_property
-    def _all(self) -> pa.Table:
-        return pa.concat_tables([_csv(path) for path in self.files], promote_options="permissive")
+    def _each(self) -> list[pa.Table]:
+        return [read_one_csv(path) for path in self.files]
 
 
-def _csv(path: Path) -> pa.Table:
-    with in_one_line(path):
-        refuse_large(path, 8 * path.stat().st_size)
-        try:
-            table = pc.read_csv(
-                path,
-                parse_options=pc.ParseOptions(newlines_in_values=True),
-                convert_options=pc.ConvertOptions(null_values=UNKNOWN, strings_can_be_null=True),
-            )
-            _ = table.column_names  # Arrow decodes names when they are asked for
-        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            raise DataError(
-                f"{path} cannot be read as CSV ({on_one_line(error)}); it needs a first line of column names, commas "
-                "between values, and UTF-8"
-            ) from error
-        if twice := [name for name, times in Counter(table.column_names).items() if times > 1]:
-            raise DataError(f"{path} has the column {twice[0]!r} twice; rename one of them")
-        for field in table.schema:
-            if pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type):
-                raise DataError(f"{path}, column {field.name!r}, is not in UTF-8; save the file as CSV in UTF-8")
-    return table
+def _agreed(fields: Sequence[pa.Field]) -> pa.Field:
+    """A column of several files: a type that all of them have, or else the first one's; a stray value of any."""
+    try:
+        one = pa.unify_schemas([pa.schema([field]) for field in fields], promote_options="permissive").field(0)
+    except pa.ArrowTypeError:
+        one = fields[0]
+    return one.with_metadata(next((field.metadata for field in fields if field.metadata), None))
+
+
+def _joined(tables: Sequence[pa.Table], files: Sequence[Path]) -> pa.Table:
+    """Tables one below another; raises DataError for a column that holds something else in another file."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        first: dict[str, tuple[str, pa.DataType]] = {}
+        for path, table in zip(files, tables, strict=True):
+            for field in table.schema:
+                where, kind = first.setdefault(field.name, (path.name, field.type))
+                if pa.types.is_null(kind):
+                    first[field.name] = (path.name, field.type)
+                elif not _mergeable(kind, field.type):
+                    raise DataError(unlike(str(path), field.name, field.type, where, kind)) from None
+        raise
+
+
+def _mergeable(kind: pa.DataType, other: pa.DataType) -> bool:
+    try:
+        pa.unify_schemas([pa.schema([("", kind)]), pa.schema([("", other)])], promote_options="permissive")
+    except (pa.ArrowTypeError, pa.ArrowInvalid):
+        return False
+    return True
+
+
+def only_file(files: Mapping[str, Sequence[Path]]) -> Path | None:
+    """The file of {split: files} if there is but one."""
+    every = [path for paths in files.values() for path in paths]
+    return every[0] if len(every) == 1 else None
 
 
 def claims(path: Path) -> pq.FileMetaData:

@@ -118,7 +118,7 @@ def label_column(what: str, features: Mapping[str, Any], columns: Columns) -> tu
 
     labels = [k for k, f in features.items() if isinstance(f, datasets.ClassLabel)]
     usual = [name for name in USUAL_LABELS if name in features]
-    label = columns.label or next(iter(usual or labels[:1]), None)
+    label = columns.label or next(iter([*usual, *labels, *(["labels"] if "labels" in features else [])]), None)
     if label is None or label not in features:
         raise DataError(_absent(what, "label", label, features))
     feature = features[label]
@@ -134,4 +134,4 @@ def is_image(feature: Any) -> bool:
 
 def _absent(what: str, role: str, name: str | None, features: Mapping[str, Any]) -> str:
     asked = f"no column {name!r}" if name else f"not one clear {role} column"
-    return f"{what} has {asked} among {', '.join(features) or 'none'}; set data.{role}_column"
+    return f"{what} has {asked} among {', '.join(map(repr, features)) or 'none'}; set data.{role}_column"

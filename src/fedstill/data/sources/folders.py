@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedstill.data.sources.catalog import Known
@@ -13,15 +14,20 @@ from fedstill.data.sources.decoded import Decoded, kept
 from fedstill.data.sources.held_out import hold_out
 from fedstill.data.sources.idx import is_idx, read_idx
 from fedstill.data.sources.image_folder import read_image_folder
+from fedstill.data.sources.kinds import refuse_of_tables
 from fedstill.data.sources.npz import read_npz
-from fedstill.data.sources.parquet import by_split, read_parquet
+from fedstill.data.sources.parquet import by_split, read_parquet, said_split
 from fedstill.data.sources.pictures import IMAGE_SUFFIXES
 from fedstill.data.sources.verify import verified
 from fedstill.data.sources.walk import files_below
 from fedstill.errors import DataError
 
-DATA_FILES = (".parquet", ".csv", ".npz")
+CSV = (".csv", ".tsv")
+DATA_FILES = (".parquet", *CSV, ".npz")
 """How the names of files end that may hold a data set by themselves."""
+
+NAMED_FILES = 8
+"""Files that are named in a sentence; the others are counted."""
 
 
 def data_root(folder: str | Path | None) -> Path | None:
@@ -57,14 +63,15 @@ def read_folder(name: str, place: Path, columns: Columns, known: Known | None = 
                 f"{place} is empty; it needs parquet or CSV files, or images in folders named by their class"
             )
         data = _decode(place, files, columns)
-        return verified(name, hold_out(data, columns.form) if "train" in data.splits else data, known)
+        data = verified(name, hold_out(data, columns.form) if "train" in data.splits else data, known)
+        return data if known else _told_of_files(data, place, files)
 
     return kept(name, origin, decode)
 
 
 def is_data_file(path: Path) -> bool:
     """Whether a path is a file that may hold a data set by itself."""
-    return path.suffix in DATA_FILES and path.is_file()
+    return path.suffix.lower() in DATA_FILES and path.is_file()
 
 
 def read_file(name: str, path: Path, columns: Columns) -> Decoded:
@@ -74,21 +81,60 @@ def read_file(name: str, path: Path, columns: Columns) -> Decoded:
     origin = {"file": str(path.resolve()), "stamp": stamp, "columns": vars(columns)}
 
     def decode() -> Decoded:
-        if path.suffix == ".npz":
+        if path.suffix.lower() == ".npz":
+            refuse_of_tables(str(path), columns.form)
             data = read_npz(path)
         else:
-            data = (read_csv_files if path.suffix == ".csv" else read_parquet)(path.parent, {"train": [path]}, columns)
+            read = read_csv_files if path.suffix.lower() in CSV else read_parquet
+            data = read(path.parent, {"train": [path]}, columns)
         return verified(name, hold_out(data, columns.form) if "train" in data.splits else data)
 
     return kept(path.stem, origin, decode)
 
 
 def _decode(place: Path, files: Sequence[Path], columns: Columns) -> Decoded:
-    if tables := by_split(files, ".parquet"):
-        return read_parquet(place, tables, columns)
-    if (tables := by_split(files, ".csv")) and not any(path.suffix.lower() in IMAGE_SUFFIXES for path in files):
-        return read_csv_files(place, tables, columns)
+    kind, tables = _tables(place, files)
+    if tables:
+        return (read_csv_files if kind == CSV else read_parquet)(place, tables, columns)
+    refuse_of_tables(str(place), columns.form)
     if is_idx(place):
         return read_idx(place)
-    archives = [path for path in files if path.parent == place and path.suffix == ".npz"]
+    archives = [path for path in files if path.parent == place and path.suffix.lower() == ".npz"]
     return read_npz(archives[0]) if archives else read_image_folder(place, files, columns)
+
+
+def _tables(place: Path, files: Sequence[Path]) -> tuple[tuple[str, ...], dict[str, list[Path]]]:
+    """The files of columns in a folder, by split, and how their names end; none where there are CSV files and images.
+
+    Raises DataError where some splits are parquet files and others CSV files.
+    """
+    parquet, csv = by_split(files, ".parquet"), by_split(files, *CSV)
+    if not parquet:
+        images = any(path.suffix.lower() in IMAGE_SUFFIXES for path in files)
+        return CSV, {} if images else csv
+    if more := [path for paths in csv.values() for path in paths if said_split(path) not in ("", *parquet)]:
+        names = ", ".join(path.name for paths in parquet.values() for path in paths[:2])
+        raise DataError(
+            f"{place} has parquet files ({names}) and {more[0].name}; the splits are read from files of one kind: "
+            "write all of them as parquet or all as CSV"
+        )
+    return (".parquet",), parquet
+
+
+def _told_of_files(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded:
+    """The data with a sentence on the files of columns that they came from, if a split has several."""
+    _, tables = _tables(place, files)
+    every = sorted(path for paths in tables.values() for path in paths)
+    if len(every) == len(tables):
+        return data
+    each = [f"{split} from {_named(paths)}" for split, paths in tables.items()]
+    about = replace(data.about, notes=(*data.about.notes, f"read {'; '.join(each)}"))
+    silent = [path for path in every if not said_split(path)]
+    if 0 < len(silent) < len(every):
+        about = about.warned(f"taken for training data, as no name of a split begins theirs: {_named(silent)}")
+    return replace(data, about=about)
+
+
+def _named(files: Sequence[Path]) -> str:
+    more = f" and {len(files) - NAMED_FILES} more" if len(files) > NAMED_FILES else ""
+    return ", ".join(path.name for path in files[:NAMED_FILES]) + more

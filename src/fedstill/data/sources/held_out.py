@@ -34,7 +34,9 @@ def hold_out(data: Decoded, form: Form | None = None) -> Decoded:
     owners = {**data.owners}
     if "train" in owners:
         owners |= {"train": owners["train"][~held], "test": owners["train"][held]}
-    return replace(data, splits=splits, owners=owners)
+    unused = "validation" in data.splits
+    said = "no test split: a fifth of the training split is held out; the split 'validation' is not used" * unused
+    return replace(data, splits=splits, owners=owners, about=data.about.warned(said))
 
 
 def _tasks(data: Decoded, form: Form) -> list[NDArray[np.int64]]:

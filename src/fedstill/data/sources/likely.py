@@ -12,10 +12,13 @@ from fedstill.data.form import Form, Kind
 from fedstill.data.sources.catalog import FOLDERS
 from fedstill.data.sources.column_files import CsvFrame, ParquetFrame
 from fedstill.data.sources.columns import Columns
-from fedstill.data.sources.folders import local_folder
+from fedstill.data.sources.folders import CSV, local_folder
 from fedstill.data.sources.kinds import input_columns
 from fedstill.errors import DataError
 from fedstill.registry import names
+
+COLUMNS = (".parquet", *CSV)
+"""How the names of files of columns end."""
 
 LOOKED_AT = 1000
 """Files of a folder that are looked at for the first of columns."""
@@ -45,16 +48,16 @@ def likely_kind(name: str, folder: str, label_column: str, form: Mapping[str, An
 def _first_file(place: Path) -> Path | None:
     """The file itself, or the first of columns in a folder."""
     if place.is_file():
-        return place if place.suffix in (".parquet", ".csv") else None
+        return place if place.suffix.lower() in COLUMNS else None
     if not place.is_dir():
         return None
     some = sorted(islice(place.iterdir(), LOOKED_AT))
-    return next((path for path in some if path.suffix in (".parquet", ".csv") and path.is_file()), None)
+    return next((path for path in some if path.suffix.lower() in COLUMNS and path.is_file()), None)
 
 
 @lru_cache(maxsize=64)
 def _kind_in(file: Path, stamp: int, label_column: str, form: Form) -> Kind:
-    frame = ParquetFrame((file,)) if file.suffix == ".parquet" else CsvFrame((file,))
+    frame = ParquetFrame((file,)) if file.suffix.lower() == ".parquet" else CsvFrame((file,))
     try:
         inputs = input_columns(str(file), frame.schema, Columns(None, label_column or None, None, form))
     except (DataError, ValueError, OSError):

@@ -29,6 +29,7 @@ from fedstill.data.sources.streams import read_hub
 from fedstill.data.sources.tensors import as_dataset
 from fedstill.data.sources.verify import verified
 from fedstill.errors import ConfigError, DataAbsent, DataError, FedstillError, UnknownName
+from fedstill.fields import plain_value
 from fedstill.files import short_name
 from fedstill.origin import of_kind, reason
 from fedstill.registry import lookup, names
@@ -39,10 +40,15 @@ FORM = tuple(field.name for field in dataclass_fields(Form))
 FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM)
 """Options for data that are not in the catalogue."""
 
+PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
+"""How the names of packed files end, and what unpacks them."""
+
 FOLDER = "a folder of parquet or CSV files, or of images by class"
 
 
-def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any) -> Dataset:
+def load_dataset(
+    name: str | Path, *, folder: str | Path | None = None, base: Path | None = None, **fields: Any
+) -> Dataset:
     """A data set by name, verified, decoded once into the cache folder and memory-mapped from there.
 
     name: a registered name (``fedstill list``), a folder in ``folder``, a path (relative to ``base``) to one parquet,
@@ -56,6 +62,9 @@ def load_dataset(name: str, *, folder: str | Path | None = None, base: Path | No
     Raises DataError for data that are damaged or not what their name promises, DataAbsent for those that are not here,
     UnknownName for no such name.
     """
+    name, fields = plain_value(name), plain_value(fields)
+    if not isinstance(name, str):
+        raise ConfigError(f"a data set is named by a text or a path, not {of_kind(name)}")
     if not name.partition(":")[0].endswith(".py"):  # of one's own function the line is said that raised
         with in_one_line(name):
             return _loaded(name, folder, base, fields)
@@ -139,8 +148,10 @@ def _load_other(name: str, folder: str | Path | None, base: Path | None, fields:
     elif is_data_file(path):
         data = read_file(name, path, columns)
     elif path.is_file():
-        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; give one of these, or {FOLDER}")
-    elif path.suffix in DATA_FILES:
+        unpack = PACKED.get(path.suffix.lower(), "")
+        todo = f"unpack it first: {unpack} {path.name}" if unpack else f"give one of these, or {FOLDER}"
+        raise DataError(f"{path} is a file, and not a parquet, CSV or NPZ file; {todo}")
+    elif path.suffix.lower() in DATA_FILES:
         raise DataAbsent(f"there is no file {path}; paths are relative to the config's folder")
     elif name.count("/") == 1 and not name.startswith((".", "/", "~")):
         remedy = f"check the name and the network, or make a folder {path} of parquet files"

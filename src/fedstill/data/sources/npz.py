@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,9 @@ from fedstill.data.sources.limits import EXAMPLE_BYTES, in_one_line, refuse_larg
 from fedstill.errors import DataError
 
 SPLITS = {"train": "train", "validation": "val", "test": "test"}
+CHANNELS = (1, 3, 4)
+"""How many channels images have; an axis of another length is none."""
+
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 PACKED = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
 """How NumPy packs arrays; other ways unpack a few bytes to gigabytes at a time."""
@@ -39,18 +43,19 @@ class _Header:
 def read_npz(path: Path) -> Decoded:
     """The splits of an archive with ``train_images``, ``train_labels``, ``val_…`` and ``test_…``; no pickles are read.
 
-    Images are (N, H, W) or (N, H, W, C) uint8, labels (N,) or (N, 1) whole numbers. Raises DataError if it is anything
-    else, or says that it is larger than what may be read.
+    Images are (N, H, W) or (N, H, W, C) uint8; also (N, C, H, W), where C is 1, 3 or 4 and the last axis is not. Labels
+    are (N,) or (N, 1) whole numbers. Raises DataError if it is anything else, or says that it is too large.
     """
     try:
         with in_one_line(path), zipfile.ZipFile(path) as archive:
             names = set(archive.namelist())
             splits = {s: k for s, k in SPLITS.items() if f"{k}_images.npy" in names}
             members = [f"{k}_{what}.npy" for k in splits.values() for what in ("images", "labels")]
+            _refuse_other_names(path, names, members)
             infos = {name: archive.getinfo(name) for name in members}
             refuse_large(path, sum(info.file_size for info in infos.values()), path.stat().st_size)
             headers = {name: _header(archive, info) for name, info in infos.items()}
-            counts = [_count(headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"]) for k in splits.values()]
+            counts = [_count(path, headers[f"{k}_images.npy"], headers[f"{k}_labels.npy"]) for k in splits.values()]
             refuse_large(path, sum(h.nbytes for h in headers.values()) + EXAMPLE_BYTES * sum(counts))
             return Decoded({split: _split(path, archive, key) for split, key in splits.items()}, None)
     except DataError:
@@ -61,6 +66,17 @@ def read_npz(path: Path) -> Decoded:
         raise DataError(
             f"{path} is damaged or not an archive of images and labels ({said}); download it again"
         ) from error
+
+
+def _refuse_other_names(path: Path, names: Collection[str], members: Sequence[str]) -> None:
+    """Raise DataError for an archive of arrays that lacks one; of one that is none, nothing."""
+    arrays = sorted(name.removesuffix(".npy") for name in names if name.endswith(".npy"))
+    wanted = members if "train_images.npy" in members else ["train_images.npy"]
+    if arrays and (lacking := [name.removesuffix(".npy") for name in wanted if name not in names]):
+        raise DataError(
+            f"{path} has no array {lacking[0]!r} among {', '.join(map(repr, arrays))[:200]}; it needs train_images and "
+            "train_labels, and test_images and test_labels if there is a test split"
+        )
 
 
 def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
@@ -76,6 +92,11 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
         except (MemoryError, RecursionError) as error:  # of the parser: the header is short
             raise ValueError(f"{info.filename} has a header that is no header") from error
         start = file.tell()
+    if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
+        raise DataError(
+            f"{info.filename} holds {'texts' if dtype.kind == 'U' else 'bytes'}, not class ids; names, ids = "
+            "np.unique(labels, return_inverse=True), and save ids"
+        )
     if dtype.hasobject or dtype.subdtype is not None or dtype.kind not in "biuf":
         raise ValueError(f"{info.filename} holds {dtype}, not numbers")
     header = _Header(info.filename, shape, dtype)
@@ -86,13 +107,18 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
     return header
 
 
-def _count(images: _Header, labels: _Header) -> int:
+def _count(path: Path, images: _Header, labels: _Header) -> int:
     """The number of examples; ValueError for headers that are not those of images and their labels."""
     count = math.prod(labels.shape)
     if images.dtype != np.uint8:
         raise DataError(
-            f"{images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for other numbers write a "
-            "function of yours with fedstill.from_tensors, and name it as data.name = 'mine.py:data'"
+            f"{path}: {images.name} holds {images.dtype}, and images are uint8 from 0 to 255; for other numbers write "
+            "a function of yours with fedstill.from_tensors, and name it as data.name = 'mine.py:data'"
+        )
+    if len(labels.shape) == 2 and labels.shape[0] == images.shape[0] and labels.shape[1] > 1:
+        raise DataError(
+            f"{path}: {labels.name} has shape {_short(labels.shape)}, and needs one class id an image; of one-hot "
+            "labels save labels.argmax(1)"
         )
     if len(images.shape) not in (3, 4) or count != images.shape[0]:
         raise ValueError(f"{images.name} has shape {_short(images.shape)} and {images.dtype}, and {count} labels")
@@ -104,7 +130,8 @@ def _split(path: Path, archive: zipfile.ZipFile, key: str) -> Arrays:
     if images.ndim == 3:
         images = images[..., None]
     ids = class_ids(f"{path}, {key}_labels", labels.reshape(-1).tolist())
-    return np.ascontiguousarray(images.transpose(0, 3, 1, 2)), ids
+    first = images.shape[1] in CHANNELS and images.shape[3] not in CHANNELS
+    return np.ascontiguousarray(images if first else images.transpose(0, 3, 1, 2)), ids
 
 
 def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:

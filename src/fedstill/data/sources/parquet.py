@@ -13,27 +13,32 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedstill.data.form import Form
-from fedstill.data.sources.column_files import PAGE_BUFFER, ParquetFrame, claims, refuse_claims
+from fedstill.data.sources.column_files import PAGE_BUFFER, ParquetFrame, claims, only_file, refuse_claims
+from fedstill.data.sources.column_types import holds_text
 from fedstill.data.sources.columns import SPLIT_NAMES, Columns, decoded_splits
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.kinds import input_columns, no_owner
 from fedstill.data.sources.limits import in_one_line, refuse_ratio
-from fedstill.data.sources.tabular import owned, read_frames
+from fedstill.data.sources.tabular import owned, read_frames, shown_first
 from fedstill.errors import DataError, on_one_line
 
 ROWS_AT_ONCE = 1
 """A value that a file holds once may stand in all its rows: a thousand of them at once may be any size."""
 
 
-def by_split(files: Sequence[Path], suffix: str) -> dict[str, list[Path]]:
+def by_split(files: Sequence[Path], *suffixes: str) -> dict[str, list[Path]]:
     """The files of every split that end so, by the first word of a file's name or else its folder's; else train."""
     out: dict[str, list[Path]] = {}
     for path in files:
-        if path.suffix == suffix:
-            words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
-            split = next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "train")
-            out.setdefault(split, []).append(path)
+        if path.suffix.lower() in suffixes:
+            out.setdefault(said_split(path) or "train", []).append(path)
     return out
+
+
+def said_split(path: Path) -> str:
+    """The split that the first word of a file's name says, or else of its folder's; empty if none does."""
+    words = [re.split(r"[-_.]", part)[0].lower() for part in (path.name, path.parent.name)]
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), "")
 
 
 def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Columns) -> Decoded:
@@ -41,15 +46,14 @@ def read_parquet(folder: Path, files: Mapping[str, Sequence[Path]], columns: Col
 
     Raises DataError if one is damaged, has no clear input and label, or says that it is larger than what may be read.
     """
+    what = str(only_file(files) or folder)
     try:
-        with in_one_line(folder):
+        with in_one_line(what):
             frames = {split: ParquetFrame(tuple(paths)) for split, paths in files.items()}
-            if inputs := input_columns(str(folder), next(iter(frames.values())).schema, columns):
-                return read_frames(str(folder), frames, inputs)
+            if inputs := input_columns(what, shown_first(frames).schema, columns):
+                return read_frames(what, frames, inputs)
             splits = {split: _Split(tuple(paths)) for split, paths in files.items()}
-            return _with_owners(
-                str(folder), decoded_splits(str(folder), splits, columns, within=folder), frames, columns.form
-            )
+            return _with_owners(what, decoded_splits(what, splits, columns, within=folder), frames, columns.form)
     except DataError:
         raise
     except Exception as error:  # many kinds, by version of the library; all mean that the file is not what it says
@@ -129,10 +133,10 @@ def _image_columns(path: Path, schema: pa.Schema, name: str) -> list[str]:
     kind = _kind(path, schema, name)
     if pa.types.is_struct(kind):
         parts = [kind.field(i) for i in range(kind.num_fields)]
-        named = [p for p in parts if p.name in ("bytes", "path") and (_is_binary(p.type) or _is_text(p.type))]
+        named = [p for p in parts if p.name in ("bytes", "path") and (_is_binary(p.type) or holds_text(p.type))]
         if named:
             return [f"{name}.{part.name}" for part in named]
-    elif _is_binary(kind) or _is_text(kind):
+    elif _is_binary(kind) or holds_text(kind):
         return [name]
     raise DataError(f"{path}: column {name!r} holds {str(kind)[:100]}, not encoded images; write it again with them")
 
@@ -140,7 +144,7 @@ def _image_columns(path: Path, schema: pa.Schema, name: str) -> list[str]:
 def _label_column(path: Path, schema: pa.Schema, name: str) -> str:
     kind = _kind(path, schema, name)
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, _is_text)
+    plain = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean, pa.types.is_null, holds_text)
     if not any(is_one(kind) for is_one in plain):
         raise DataError(
             f"{path}: column {name!r} holds {str(kind)[:100]}, not class ids or names; set data.label_column"
@@ -156,7 +160,3 @@ def _kind(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
 
 def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))

@@ -76,11 +76,10 @@ class Pictures:
         if self._first is None:
             self._first = shape
         if shape != self._first:
-            remedy = self.remedy.replace("SIDE", str(self._first[1]))
-            raise DataError(
-                f"{name} is {_said(shape)}, the first {_said(self._first)}; {remedy}, and save all in one kind "
-                "(grey or RGB)"
-            )
+            size = self.remedy.replace("SIDE", str(self._first[1])) if shape[1:] != self._first[1:] else ""
+            kind = "save all in one kind (grey or RGB)" if shape[0] != self._first[0] else ""
+            todo = ", and ".join(filter(None, [size, kind]))
+            raise DataError(f"{name} is {_said(shape)}, the first {_said(self._first)}; {todo}")
         count = max(self.rows, k + 1)
         if k == 0 or count > self.rows:
             refuse_large(self.what, count * (int(np.prod(shape)) + EXAMPLE_BYTES))

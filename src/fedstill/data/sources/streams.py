@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -48,7 +49,12 @@ class HubFrame:
         """The columns and what they hold; none where the hub does not say it."""
         return self.stream.features.arrow_schema if self.stream.features else pa.schema([])
 
-    def read(self, names: Sequence[str]) -> pa.Table:
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """None: it is on the hub."""
+        return ()
+
+    def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
         """Some columns, all rows; raises DataError for more than may be read."""
         parts, size = [], 0
         schema = pa.schema([self.schema.field(name) for name in names])

@@ -5,23 +5,29 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from fedstill.data.form import LENGTH, About, Form
+from fedstill.data.sources.agreeing import refuse_other_labels, refuse_other_types
 from fedstill.data.sources.categories import Categories
 from fedstill.data.sources.class_ids import checked_label
 from fedstill.data.sources.column_files import Frame
 from fedstill.data.sources.columns import with_ids
 from fedstill.data.sources.decoded import Decoded
+from fedstill.data.sources.doubts import names_of_rows, too_close
 from fedstill.data.sources.kinds import InputColumns
 from fedstill.data.sources.nested import nested
 from fedstill.data.sources.table_rows import begins, numbers, table_rows, with_features, with_marks
 from fedstill.data.sources.text import encoded
 from fedstill.errors import DataError
+
+OneFrame = TypeVar("OneFrame", bound=Frame)
+SPLITS = ("train", "validation", "test")
+"""In this order they are read: the first says what the columns of all hold."""
 
 Floats = NDArray[np.float32]
 Tables = Mapping[str, pa.Table]
@@ -33,24 +39,50 @@ def read_frames(what: str, frames: Mapping[str, Frame], inputs: InputColumns) ->
     Labels that are text become ids in alphabetical order. Raises DataError for a row that misses a value (unless the
     form says what to do about it), holds one that is not finite, or is of another length than the first.
     """
-    ordered = sorted(frames, key=("train", "validation", "test").index)
-    tables = {split: frames[split].read(inputs.names) for split in ordered}
-    for split, table in tables.items():
-        if not len(table):
-            raise DataError(f"{what}, {split} holds no examples; leave the file out or download it again")
     form = inputs.form
+    tables = _tables(what, frames, inputs)
     names, codes = owned(what, tables, form.owner) if form.owner else ((), {})
     about = About(form.kind, owners=names)  # type: ignore[arg-type]
     values, about = MAKERS[form.kind](what, tables, inputs, about)
     keep, notes = _whole(what, values, tables, form, codes, about)
     raw = {s: (v[keep[s]], _labels(f"{what}, {s}", tables[s][inputs.label], keep[s])) for s, v in values.items()}
+    refuse_other_labels(what, {split: labels for split, (_, labels) in raw.items()})
     data = with_ids(what, raw, inputs.classes)
+    first, named = next(iter(tables.values())), dict(form.categorical)
+    doubts = too_close(first, [name for name in form.columns if name not in named])
+    doubts += names_of_rows(first, form.columns) if inputs.unasked else []
     return replace(
         data,
         read={s: _sums(t, inputs) for s, t in tables.items()} if inputs.known and not form.length else {},
         owners={split: own[keep[split]] for split, own in codes.items()},
-        about=replace(about, notes=(*about.notes, *notes)),
+        about=replace(about, notes=(*about.notes, *notes)).warned(inputs.left, *doubts),
     )
+
+
+def shown_first(frames: Mapping[str, OneFrame]) -> OneFrame:
+    """The split whose columns are those of the data set: train, if there is one."""
+    return frames[sorted(frames, key=SPLITS.index)[0]]
+
+
+def _tables(what: str, frames: Mapping[str, Frame], inputs: InputColumns) -> dict[str, pa.Table]:
+    """The columns to read of every split, which hold the same as those of the first."""
+    gaps = inputs.form.kind == "table" and inputs.form.missing != "refuse"
+    tables: dict[str, pa.Table] = {}
+    first = ""
+    for split in sorted(frames, key=SPLITS.index):
+        frame, names = frames[split], frames[split].schema.names
+        where = str(frame.files[0]) if len(frame.files) == 1 else f"{what}, {split}"
+        first = first or where
+        if lacking := [name for name in inputs.names if name not in names]:
+            raise DataError(
+                f"{where} has no column {lacking[0]!r} among {', '.join(map(repr, names))[:300] or 'none'}, and "
+                f"{first} has it; write it there, or name the columns to read in data.columns"
+            )
+        tables[split] = frame.read(inputs.names, gaps)
+        refuse_other_types(where, tables[split], first, next(iter(tables.values())), inputs)
+        if not len(tables[split]):
+            raise DataError(f"{where} holds no examples; leave the file out or download it again")
+    return tables
 
 
 def _sums(table: pa.Table, inputs: InputColumns) -> tuple[str, str]:
@@ -102,7 +134,7 @@ def _texts(what: str, tables: Tables, inputs: InputColumns, about: About) -> tup
         column = table[form.input]
         if column.null_count:
             at = int(np.flatnonzero(column.is_null().to_numpy())[0])
-            raise DataError(f"{what}, {split}: example {at} has no text; leave it out, or write an empty one")
+            raise DataError(f"{what}, {split}: example {at} has no text; leave it out, or write a word")
         ids = encoded(column.to_pylist(), form.tokenizer, form.vocabulary, form.length or LENGTH)
         out[split], vocabulary, sha = ids.ids, ids.vocabulary, ids.sha
         notes.append(f"{split}: {100 * ids.cut:.1f} % of the texts are longer than {form.length or LENGTH} tokens: cut")

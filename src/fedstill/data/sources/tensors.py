@@ -21,6 +21,9 @@ from fedstill.records import Examples
 
 WHAT = ("values", "labels")
 
+FAR = 3.0
+"""Pixels in [0, 1], and such as are standardised already, are not further from 0."""
+
 REMEDIES = {
     "f": ": labels.astype('int64') of an array, labels.long() of a tensor",
     **dict.fromkeys("OSU", ": names, ids = np.unique(labels, return_inverse=True), then give ids, and classes=names"),
@@ -51,14 +54,17 @@ def from_tensors(
     default none. Raises DataError for other shapes or types, or labels or ids out of range.
     """
     pairs = {"train": train, "test": test} | ({} if validation is None else {"validation": validation})
-    arrays = {split: _split(f"{name}, {split}", given, vocabulary) for split, given in pairs.items()}
+    arrays = {split: _split(f"{name}, {split}", _pair(name, split, own), vocabulary) for split, own in pairs.items()}
     types = {split: str(values.dtype) for split, (values, _) in arrays.items()}
     if other := next((split for split in types if types[split] != types["train"]), None):
         raise DataError(
             f"{name}: values of train are {types['train']}, those of {other} {types[other]}; give all of one type"
         )
     about = About(_kind(name, next(iter(arrays.values()))[0], vocabulary, kind), vocabulary)
-    data = Decoded(arrays, tuple(classes) if classes else None, about=about)
+    if about.kind == "image" and mean is None:
+        about = about.warned(_of_another_scale(arrays["train"][0]))
+    names = tuple(map(str, classes)) if classes is not None and len(classes) else None
+    data = Decoded(arrays, names, about=about)
     return as_dataset(name, verified(name, data), mean, std)
 
 
@@ -77,7 +83,7 @@ def from_clients(
     ``from_tensors``. A run of these data has them for its clients; ``partition`` need not be set. Raises DataError
     where there is no test set at all, and for what ``from_tensors`` refuses.
     """
-    pairs = [_train_and_test(client) for client in clients]
+    pairs = [_train_and_test(name, i, client) for i, client in enumerate(clients)]
     called = tuple(str(n) for n in names) if names is not None else tuple(f"client {i}" for i in range(len(pairs)))
     if not pairs or len(called) != len(pairs) or len(set(called)) != len(called):
         raise DataError(f"{name}: {len(pairs)} clients and {len(set(called))} different names; give one name a client")
@@ -97,8 +103,19 @@ def from_clients(
     return replace(data, train=replace(data.train, owners=whose), test=replace(data.test, owners=owners), about=about)
 
 
-def _train_and_test(client: Any) -> tuple[tuple[Array, Array], tuple[Array, Array] | None]:
-    first, second = client
+def _pair(name: str, which: str, given: Any) -> Any:
+    """What is given, if it is a pair; raises DataError for anything else."""
+    if isinstance(given, (tuple, list)) and len(given) == 2:
+        return given
+    what = f"{type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else type(given).__name__
+    raise DataError(f"{name}, {which}: give a pair (values, labels), not a {what}")
+
+
+def _train_and_test(name: str, i: int, client: Any) -> tuple[tuple[Array, Array], tuple[Array, Array] | None]:
+    first, second = _pair(name, f"client {i}", client)
+    if isinstance(first, (tuple, list)):
+        first = _pair(name, f"client {i}", first)
+        second = None if second is None else _pair(name, f"client {i}, test", second)
     return ((first[0], first[1]), second) if isinstance(first, (tuple, list)) else ((first, second), None)
 
 
@@ -145,6 +162,19 @@ def _numbers(what: str, values: NDArray[Any]) -> NDArray[Any]:
     if len(wrong):
         raise DataError(f"{what}: example {wrong[0]} has a value that is missing or infinite; correct or leave it out")
     return np.ascontiguousarray(values, dtype=np.float32)
+
+
+def _of_another_scale(values: NDArray[Any]) -> str:
+    """What is said of images of floats that (x - 0.5) / 0.5 does not bring near [-1, 1]; empty for others."""
+    if values.dtype.kind != "f" or not len(values):
+        return ""
+    low, high = float(values.min()), float(values.max())
+    if max(-low, high) <= FAR:
+        return ""
+    return (
+        f"images hold numbers from {low:.4g} to {high:.4g}, which (x - 0.5) / 0.5 makes {2 * low - 1:.4g} to "
+        f"{2 * high - 1:.4g}; divide pixels by 255, or give mean= and std="
+    )
 
 
 def _refuse_channels_last(what: str, values: NDArray[Any]) -> None:

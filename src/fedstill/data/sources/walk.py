@@ -20,7 +20,7 @@ FOLDERS_WALKED = 100_000
 OTHERS = 10_000
 """From so many files on that are no data, and are four times as many as those that are, it is another folder."""
 
-DATA_SUFFIXES = IMAGE_SUFFIXES | {".parquet", ".csv", ".npz", ".gz"}
+DATA_SUFFIXES = IMAGE_SUFFIXES | {".parquet", ".csv", ".tsv", ".npz", ".gz"}
 
 
 def files_below(place: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstill.errors import ConfigError
 
 LEAST = 1e-6
-"""A spread below this share of the mean's size, or below it, counts as none: the column is constant."""
+"""A spread below this share of the mean's size counts as none, as sums of squares tell no less: the column is constant."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def _from(sums: Sums, fixed: Collection[int]) -> Moments:
     count = sums.count.clamp(min=1)
     mean = sums.total / count
     std = (sums.squares / count - mean * mean).clamp(min=0).sqrt()
-    small = std <= LEAST * mean.abs().clamp(min=1e-12) + 1e-12
+    small = std <= LEAST * mean.abs()
     means, stds = mean.tolist(), torch.where(small, torch.ones_like(std), std).tolist()
     for column in fixed:
         means[column], stds[column] = 0.0, 1.0

@@ -175,7 +175,8 @@ def unscaled(settings: Settings, train: Examples) -> Standard:
 def _said(origin: Origin, own: Moments, dataset: Dataset) -> Standard:
     names = dataset.about.features or tuple(f"channel {i}" for i in range(len(own.mean)))
     constant = [names[i] for i in own.constant]
-    notes = (_whose(origin, dataset), *((f"constant, and left at 0: {', '.join(constant[:20])}",) if constant else ()))
+    said = f"constant to six digits, and left at 0: {', '.join(constant[:20])}"
+    notes = (_whose(origin, dataset), *((said,) if constant else ()))
     return Standard(origin, own.mean, own.std, notes=notes)
 
 

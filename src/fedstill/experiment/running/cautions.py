@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.preparing.trial_pass import said_of
 
 log = logging.getLogger("fedstill.run")
 
@@ -19,13 +20,16 @@ NAMED = 5
 def cautions(prepared: Prepared) -> Iterator[str]:
     """What of a run's method does nothing there (``Method.caution``), and which classes cannot be learned or tested.
 
-    Of real sites' data nothing is known.
+    Of real sites' data nothing is known. What reading the data left out is in ``Prepared.notes``.
     """
     if caution := prepared.settings.method.caution(prepared.world):
         yield f"method {prepared.settings.named.method.label}: {caution}"
-    sites, names = prepared.sites, prepared.dataset.classes
+    sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
+    for spec in dict.fromkeys((world.server_model, *world.client_models)):
+        yield from said_of(spec, sites)
     if prepared.settings.on_sites:
         return
+    yield from _of_names(prepared)
     trained, test = _counts(sites.train.labels, len(names)), sites.common_test
     if test is None or not len(test):
         if not sites.own_tests:
@@ -38,9 +42,28 @@ def cautions(prepared: Prepared) -> Iterator[str]:
         yield f"data: no test example is of {_named(untested)}, so whether it is forgotten is not measured"
 
 
+def _of_names(prepared: Prepared) -> Iterator[str]:
+    """Classes that no example is of; names of classes, clients or values alike but for blanks and capitals."""
+    data = prepared.dataset
+    splits = [own for own in (data.train, data.test, data.validation) if own is not None]
+    counts = _counts(torch.cat([own.labels for own in splits]), len(data.classes))
+    if absent := [name for name, n in zip(data.classes, counts, strict=True) if not n]:
+        begins = next((name for name, n in zip(data.classes, counts, strict=True) if n), "")
+        numbered = data.classes == tuple(map(str, range(len(counts)))) and begins
+        why = f"; labels count from 0, and yours begin at {begins}" if numbered and not counts[0] else ""
+        yield f"data: no example is of {_named(absent)}{why}"
+    each = {"classes": data.classes, "clients": prepared.names}
+    each |= {f"values of {column!r}": values for column, values in data.about.categories}
+    for what, own in each.items():
+        plain: dict[str, str] = {}
+        for name in own:
+            if (other := plain.setdefault(" ".join(name.split()).lower(), name)) != name:
+                yield f"data: {what} {other!r} and {name!r} differ only in blanks or capitals, and count as two"
+
+
 def say_cautions(prepared: Prepared) -> None:
-    """Say them when a run begins."""
-    for caution in cautions(prepared):
+    """Say them when a run begins, and what reading the data left out."""
+    for caution in (*(f"data: {said}" for said in prepared.dataset.about.cautions), *cautions(prepared)):
         say_once(caution)
 
 

@@ -1,0 +1,206 @@
+"""Tables as people have them: an index of pandas, dates, stray words, other separators; said, refused or read right."""
+
+from __future__ import annotations
+
+import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fedstill.data.sources import load_dataset
+from fedstill.errors import DataError
+
+N = 40
+LABELS = [i % 2 for i in range(N)]
+LINES = [f"{20 + i}.5,{100 + i},{i % 2}" for i in range(N)]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def csv(name: str, head: str = "age,pressure,label", lines: list[str] = LINES) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    Path(name).write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+    return name
+
+
+def parquet(name: str = "mine.parquet", **columns: Any) -> str:
+    Path(name).parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"x": np.arange(N) * 0.5, **columns, "label": LABELS}), name)
+    return name
+
+
+def told(name: str, **fields: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    about = load_dataset(name, **fields).about
+    assert set(about.cautions) <= set(about.notes)
+    return about.features, about.cautions
+
+
+def test_the_index_of_a_pandas_table_is_no_feature() -> None:
+    rows = pd.DataFrame({"a": np.arange(N) * 0.5, "label": LABELS})
+    rows.sample(frac=1, random_state=0).to_parquet("mixed.parquet")
+    said = ("left out: __index_level_0__ (the index of a pandas table)",)
+    assert told("mixed.parquet") == (("a",), said)
+    assert told("mixed.parquet", columns=("a", "__index_level_0__")) == (("a", "__index_level_0__"), ())
+    rows.set_index("label").to_parquet("labelled.parquet")  # a label is one wherever it stands
+    assert told("labelled.parquet") == (("a",), ())
+    rows.to_csv("mixed.csv")
+    assert told("mixed.csv")[0] == ("a",)
+
+
+def test_a_column_that_numbers_the_rows_is_doubted_unless_it_is_asked_for() -> None:
+    for name in ("id", "patient_id", "patientID", "Unnamed: 0"):
+        parquet(**{name: np.arange(N)})
+        assert told("mine.parquet") == (
+            ("x", name),
+            (f"{name}: all {N} values differ; if it only numbers the rows, leave it out with data.columns",),
+        )
+        assert told("mine.parquet", columns=("x", name)) == (("x", name), ())
+    assert told(parquet(acid=np.arange(N), id=np.arange(N) // 2))[1] == ()
+
+
+def test_decimals_are_numbers_and_what_is_left_out_is_said() -> None:
+    parquet(
+        price=[Decimal("1.5") + i for i in range(N)],
+        when=[datetime.datetime(2020, 1, 1)] * N,
+        took=[datetime.time(1, 2)] * N,
+        none=pa.nulls(N),
+    )
+    assert told("mine.parquet") == (
+        ("x", "price"),
+        ("left out: when (timestamp), took (time), none (no values)",),
+    )
+    assert load_dataset("mine.parquet").train.values[:3, 1].tolist()[0] % 1 == 0.5
+
+
+def test_numbers_that_are_alike_in_32_bits_are_said() -> None:
+    assert told(parquet(at=1_700_000_000 + np.arange(N), tiny=np.arange(N) * 1e-12))[1] == (
+        "at: its 40 different numbers, from 1700000000 to 1700000039, are 1 in 32 bits; subtract the smallest from all",
+    )
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_training_columns_are_those_of_the_data_set(kind: str, place: Path) -> None:
+    def write(name: str, rows: pd.DataFrame) -> None:
+        (place / name).parent.mkdir(exist_ok=True)
+        save = rows.to_csv if kind == "csv" else rows.to_parquet
+        save(place / f"{name}.{kind}", index=False)
+
+    some, more = (pd.DataFrame({"x": [0.5, 1.5] * 4, **own, "label": [0, 1] * 4}) for own in ({}, {"z": 1.0}))
+    write("less/train", more)
+    write("less/test", some)
+    with pytest.raises(
+        DataError, match=rf"less/test\.{kind} has no column 'z' among 'x', 'label', and .*train\.{kind}"
+    ):
+        load_dataset("less")
+    assert told("less", columns=("x",))[0] == ("x",)
+    write("more/train", some)
+    write("more/test", more)
+    assert told("more")[0] == ("x",)
+
+
+def test_files_and_splits_that_hold_other_things_in_a_column_are_named() -> None:
+    csv("two/a.csv")
+    csv("two/b.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
+    with pytest.raises(DataError, match=r"two/b\.csv: column 'label' holds text, and in a\.csv numbers; make"):
+        load_dataset("two")
+    csv("texts/train.csv", "text,label", [f"a word {i},{i % 2}" for i in range(N)])
+    csv("texts/test.csv", "text,label", [f"{i},{i % 2}" for i in range(N)])
+    with pytest.raises(DataError, match=r"texts/test\.csv: column 'text' holds numbers, and in .*train\.csv text"):
+        load_dataset("texts")
+    csv("names/train.csv")
+    csv("names/test.csv", lines=[line[:-1] + ("ill", "well")[i % 2] for i, line in enumerate(LINES)])
+    with pytest.raises(DataError, match="the labels of test are 'ill', 'well', those of train '0', '1'; make"):
+        load_dataset("names")
+
+
+def test_a_file_may_lack_a_column_only_where_something_is_done_about_it() -> None:
+    csv("two/a.csv")
+    csv("two/b.csv", "age,label", [f"{line.split(',')[0]},{i % 2}" for i, line in enumerate(LINES)])
+    with pytest.raises(DataError, match=r"b\.csv has no column 'pressure', which others of its split have"):
+        load_dataset("two")
+    assert len(load_dataset("two", missing="mean").train) == 64
+
+
+@pytest.mark.parametrize("stray", ["k.A.", "<0.5", "12%", '"1,234"', '"0,5"'])
+def test_the_value_that_makes_numbers_a_text_is_named(stray: str) -> None:
+    lines = [*LINES[:3], f"30,{stray},0", *LINES[3:]]
+    said = rf"mine\.csv: example 3 has '{stray.strip(chr(34))}' in column 'pressure', which otherwise holds numbers"
+    for fields in ({}, {"columns": ("age", "pressure")}, {"kind": "table"}):
+        with pytest.raises(DataError, match=said):
+            load_dataset(csv("mine.csv", lines=lines), **fields)
+    assert told("mine.csv", columns=("age",))[0] == ("age",)
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
+    other = [line.replace(",", separator) for line in LINES]
+    csv("mine.csv", "age,pressure,label".replace(",", separator), other)
+    assert told("mine.csv")[0] == ("age", "pressure")
+    csv("commas.csv", "age;pressure;label", [line.replace(",", ";").replace(".5", ",5") for line in LINES])
+    with pytest.raises(DataError, match="example 0 has '20,5' in column 'age', which otherwise holds numbers"):
+        load_dataset("commas.csv")
+
+
+def test_endings_in_capitals_tabs_and_packed_files() -> None:
+    assert told(csv("MINE.CSV"))[0] == ("age", "pressure")
+    assert told(csv("mine.tsv", "age\tlabel", [f"{i}\t{i % 2}" for i in range(N)]))[0] == ("age",)
+    with pytest.raises(DataError, match=r"not a parquet, CSV or NPZ file; unpack it first: gunzip mine\.csv\.gz"):
+        load_dataset(csv("mine.csv.gz"))
+
+
+def test_blanks_around_names_of_columns_do_not_count() -> None:
+    assert told(csv("mine.csv", "age, pressure, label"))[0] == ("age", "pressure")
+
+
+def test_a_quoted_name_is_a_name_and_nothing_is_missing() -> None:
+    lines = [f'{i},"{("None", "tumour")[i % 2]}"' for i in range(N)]
+    assert load_dataset(csv("mine.csv", "age,label", lines)).classes == ("None", "tumour")
+    with pytest.raises(DataError, match="example 3 has no label"):
+        load_dataset(csv("none.csv", "age,label", [*lines[:3], '3,""', *lines[4:]]))
+
+
+def test_the_column_labels_is_the_label_where_there_is_no_other() -> None:
+    assert told(csv("mine.csv", "age,pressure,labels"))[0] == ("age", "pressure")
+
+
+def test_a_file_of_names_alone_has_no_rows() -> None:
+    with pytest.raises(DataError, match=r"mine\.csv has a line of column names and no rows below it"):
+        load_dataset(csv("mine.csv", lines=[]))
+
+
+def test_one_parquet_file_is_named_not_its_folder() -> None:
+    pq.write_table(pa.table({"x": [1.0], "y": [1]}), "mine.parquet")
+    with pytest.raises(DataError, match=r"mine\.parquet has not one clear label column among 'x', 'y'"):
+        load_dataset("mine.parquet")
+
+
+def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
+    for name in ("train", "test", "notes"):
+        csv(f"mine/{name}.csv")
+    about = load_dataset("mine").about
+    assert about.notes[0] == "read train from notes.csv, train.csv; test from test.csv"
+    assert about.cautions == ("taken for training data, as no name of a split begins theirs: notes.csv",)
+    csv("mixed/train.csv")
+    parquet("mixed/test.parquet")
+    with pytest.raises(DataError, match=r"mixed has parquet files \(test\.parquet\) and train\.csv; the splits"):
+        load_dataset("mixed")
+
+
+def test_a_validation_split_that_is_not_used_is_said() -> None:
+    csv("mine/train.csv")
+    csv("mine/valid.csv")
+    assert load_dataset("mine").about.cautions == (
+        "no test split: a fifth of the training split is held out; the split 'validation' is not used",
+    )
