@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
+from pathlib import PurePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,10 +33,10 @@ R = TypeVar("R")
 def problem(hint: Any, value: Any) -> str:
     """What is wrong with a value under an annotation, as "VALUE: why"; empty if nothing is.
 
-    Types are strict (a whole number is a float, True is no number), numbers are finite, and a NumPy scalar counts as
-    the number that it is. Raises ConfigError for an annotation that says nothing that can be checked.
+    Types are strict (a whole number is a float, True is no number), numbers are finite; its ``plain_value`` counts.
+    Raises ConfigError for an annotation that says nothing that can be checked.
     """
-    value = value.item() if type(value).__module__ == "numpy" and hasattr(value, "item") else value
+    value = plain_value(value)
     try:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
@@ -47,6 +48,24 @@ def problem(hint: Any, value: Any) -> str:
     return ""
 
 
+def plain_value(value: Any) -> Any:
+    """A value as a config holds it: of NumPy's the numbers, of a path its text; in lists and tables, too.
+
+    A path without an ending, which could be a name, begins with a dot.
+
+    >>> plain_value({"columns": PurePath("a.csv"), "name": PurePath("digits")})
+    {'columns': 'a.csv', 'name': './digits'}
+    """
+    if isinstance(value, Mapping):
+        return {key: plain_value(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(map(plain_value, value))
+    if isinstance(value, PurePath):
+        named = value.suffix or value.is_absolute() or str(value).startswith((".", "~"))
+        return str(value) if named else f"./{value}"
+    return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
+
+
 def check_ranges(thing: object) -> None:
     """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation allows."""
     for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
@@ -55,14 +74,14 @@ def check_ranges(thing: object) -> None:
 
 
 def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Every field's value, given (a list counts as a tuple) or by default.
+    """Every field's value, given (``plain_value``, a list as a tuple) or by default.
 
     ``where``: the table, which goes before each key in the message. Raises ConfigError with one line for all that is
     wrong: values, missing fields, and (then an UnknownKeys) unknown keys with the nearest known one.
     """
     values, wrong = dict[str, Any](), list[str]()
     for key, (hint, default) in fields.items():
-        value = given.get(key, default)
+        value = plain_value(given[key]) if key in given else default
         values[key] = value = tuple(value) if isinstance(value, list) else value
         name = f"{where}.{key}" if where else key
         try:

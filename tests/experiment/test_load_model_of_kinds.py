@@ -155,7 +155,7 @@ def test_texts_are_encoded_as_the_run_encoded_its_own(runs: Runs, tmp_path: Path
         ({"age": [1], "pressure": 2, "ward": ["up"]}, "column 'pressure' is an int, not a list of values"),
         (
             [{"age": 1, "pressure": 2, "ward": "north"}],
-            "has 'north' in column 'ward', which is none of left, right, up",
+            "has 'north' in column 'ward', and the run knew left, right, up; give one of these, or None",
         ),
         ([{"age": "old", "pressure": 2, "ward": "up"}], "column 'age' holds something that is no number"),
         ([{"age": {}, "pressure": 2, "ward": "up"}], "column 'age'"),

@@ -51,11 +51,11 @@ def compare_command(
     """
     from fedstill.experiment.comparing.variants import new_folder, variants
     from fedstill.experiment.config.experiment import load
-    from fedstill.experiment.config.overrides import parse_grid
+    from fedstill.experiment.config.overrides import from_here, parse_grid
 
     experiment = load(config, set_)
     folder = out or new_folder("compare")
-    runs = variants(experiment, folder, methods, seeds, parse_grid(grid))
+    runs = variants(experiment, folder, from_here(methods, experiment.base), seeds, parse_grid(grid))
     return carry_out(runs, folder, jobs, quiet=quiet, track=track, debug=debug, overwrite=overwrite)
 
 

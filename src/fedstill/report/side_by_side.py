@@ -15,6 +15,7 @@ from fedstill.experiment.comparing.variants import Variant, new_folder, variants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import claimed
 from fedstill.experiment.run_directory.evidence import restored
+from fedstill.fields import plain_value
 from fedstill.files import named_path
 from fedstill.report.comparison import Comparison
 from fedstill.report.following_several import followed_runs
@@ -44,6 +45,7 @@ def compare(
     Raises ConfigError before anything is trained, RunsFailed when all runs have ended and some of them failed, and
     Interrupted after Ctrl-C.
     """
+    methods, seeds, grid = plain_value(methods), plain_value(seeds), plain_value(grid)
     if isinstance(methods, str) or isinstance(seeds, int):
         raise ConfigError('methods and seeds are lists: methods=["fedavg", "fedntd"], seeds=[1, 2, 3]')
     if jobs is not None and jobs < 1:

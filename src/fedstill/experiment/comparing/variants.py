@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.experiment import Experiment, refuse_no_experiment
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
 
@@ -41,6 +41,7 @@ def variants(
 
     Every run uses one thread, so that its bits do not depend on how many run at once.
     """
+    refuse_no_experiment(experiment)
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:
         raise ConfigError(f"the grid names no values of {bare[0]}, e.g. --grid {bare[0]}=0.1,1")
     base = experiment.with_values({"threads": 1}, "compare")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -13,12 +14,13 @@ from torch import nn
 from fedstill.errors import ConfigError, UnknownName, suggestion
 from fedstill.experiment.config.misplaced import meant, what_to_do
 from fedstill.experiment.config.named_tables import NAMED
-from fedstill.experiment.config.overrides import parse_overrides
+from fedstill.experiment.config.overrides import from_here, parse_overrides
 from fedstill.experiment.config.tables import TopKeys
-from fedstill.fields import as_table, shown
+from fedstill.fields import as_table, plain_value, shown
 from fedstill.files import named_path
 from fedstill.live_code import name_for
 from fedstill.method import Method
+from fedstill.origin import of_kind
 
 Table = Mapping[str, Any]
 
@@ -29,8 +31,9 @@ class Experiment(TopKeys):
 
     The keys are those of a config file; ``method = "fedntd"`` stands for ``method = {"name": "fedntd"}``. Values are
     checked when the run is settled, not here. ``method``, ``model`` and ``partition`` also take what they name: a
-    class, a method with its fields, a network, a function; so does the name in their table. ``origins`` says where a
-    dotted key came from, ``base`` is the folder that paths are relative to.
+    class, a method with its fields, a network, a function; so does the name in their table. NumPy's numbers and
+    pathlib's paths become plain ones. ``origins`` says where a dotted key came from, ``base`` is the folder that paths
+    are relative to.
     """
 
     data: str | Table = field(default_factory=dict)
@@ -46,6 +49,10 @@ class Experiment(TopKeys):
     stream: str | Table = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     base: Path | None = None
+
+    def __post_init__(self) -> None:
+        for key in KEYS:
+            object.__setattr__(self, key, plain_value(getattr(self, key)))
 
     def table(self, name: str) -> dict[str, Any]:
         """A table as a mapping; raises ConfigError if it is something else."""
@@ -80,18 +87,41 @@ KEYS = tuple(f.name for f in fields(Experiment) if f.name not in ("origins", "ba
 
 
 def load(file: Path | str | None, overrides: tuple[str, ...] = ()) -> Experiment:
-    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings."""
+    """The experiment in a TOML file (none: the defaults), with ``key=value`` overrides: TOML, or else strings.
+
+    Paths are relative to the file's folder; an override may also name a file in the working directory.
+    """
     if file is None:
         return Experiment().with_values(parse_overrides(overrides), "command line")
     path = named_path(file)
+    tree = _read(path)
+    origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
+    over = from_here(parse_overrides(overrides), path.parent)
+    return from_tree(tree, origins, path.parent).with_values(over, "command line")
+
+
+def refuse_no_experiment(given: object) -> None:
+    """Raise ConfigError for what is no experiment: a config's path, or its tables."""
+    if not isinstance(given, Experiment):
+        whole = "fedstill.Experiment(**it)" if isinstance(given, Mapping) else "fedstill.load('my.toml')"
+        todo = f"fedstill.load({str(given)!r})" if isinstance(given, (str, Path)) else whole
+        raise ConfigError(f"an experiment is wanted, not {of_kind(given)}; give an Experiment, or {todo}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        tree = tomllib.loads(path.read_bytes().decode())
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin UTF-8 with a mark
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
+        for table, (key, _) in {**NAMED, "data": ("name", "")}.items():
+            both = (re.search(rf"(?m)^[ \t]*{start}", text) for start in (rf"{table}[ \t]*=", rf"\[{table}[\].]"))
+            if all(both):
+                todo = f"{table} is set twice, as a name and as a table; put the name into [{table}], as {key} = ..."
+                raise ConfigError(f"{path}: {todo}") from error
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    origins = dict.fromkeys(_dotted(tree), f"file {path.name}")
-    return from_tree(tree, origins, path.parent).with_values(parse_overrides(overrides), "command line")
 
 
 def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedstill.data.examples import Dataset
 from fedstill.errors import ConfigError
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.experiment import Experiment, refuse_no_experiment
 from fedstill.experiment.config.settle import DEFAULT_MODELS
 from fedstill.origin import of_kind
 
@@ -23,6 +23,7 @@ def refuse_other_data(data: object) -> None:
 
 def with_data(experiment: Experiment, data: Dataset) -> Experiment:
     """The experiment with the data's name; if unset, a model for their kind, and their owners as clients."""
+    refuse_no_experiment(experiment)
     refuse_other_data(data)
     said: dict[str, Any] = {"data.name": data.name}
     if data.about.kind != "image" and "name" not in experiment.table("model"):

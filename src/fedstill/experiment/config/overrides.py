@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
+from fedstill.files import named_path
 
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -26,6 +28,26 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
             read = {"v": value.strip()}
         out[key.strip()] = read["v"] if len(read) == 1 else value.strip()
     return out
+
+
+def from_here(value: Any, base: Path | None) -> Any:
+    """Values that were typed, in which a file that is in the working directory, and not in ``base``, is named whole.
+
+    A text is taken for a file's name where it has a slash or a dot; ``:Name`` may follow. In lists and tables, too.
+    """
+    if isinstance(value, Mapping):
+        return {key: from_here(one, base) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(from_here(one, base) for one in value)
+    path, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if base is None or not ("/" in path or "." in path) or len(path) > 1000:
+        return value
+    try:
+        there = named_path(path)
+        here = not (base / there).exists() and there.exists()
+    except (ConfigError, OSError, ValueError):  # no name that a file can have
+        return value
+    return f"{there.resolve()}{colon}{rest}" if here else value
 
 
 def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:

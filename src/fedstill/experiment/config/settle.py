@@ -14,7 +14,7 @@ from fedstill.engines.cores import lone_threads
 from fedstill.engines.precision import check_machine, check_precision
 from fedstill.errors import ConfigError, UnknownKeys, UnknownName
 from fedstill.experiment.config.client_models import checked_models
-from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.config.experiment import Experiment, refuse_no_experiment
 from fedstill.experiment.config.misplaced import named_better
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named, resolved_name, schedules
 from fedstill.experiment.config.of_method import read_method
@@ -43,6 +43,7 @@ def settle(experiment: Experiment, here: bool = True) -> Settings:
 
     here: whether this machine is to run it. A run that is only read may have had a device that this machine lacks.
     """
+    refuse_no_experiment(experiment)
     try:
         settings = _settled(experiment)
     except UnknownKeys as error:

@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from fedstill.errors import ConfigError, NoRun, RunBusy, RunExists
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory.overwriting import clear, holds_run, refuse_foreign
-from fedstill.files import in_shell, is_leftover
+from fedstill.files import in_shell, is_leftover, short_name
 
 LOCK, HOLDER = "lock", "holder.json"
 """The file that is locked, and the one that says by whom. The second is there while somebody writes in the folder."""
@@ -30,7 +30,8 @@ def new_directory(settings: Settings, out: Path | None, overwrite: bool = False)
     if overwrite and out is None:
         raise ConfigError("overwrite=True needs out=, the run's directory", "--overwrite needs --out")
     name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
-    base = Path("runs") / f"{name}-{settings.data.name.replace('/', '-')}-seed{settings.seed}"
+    data = short_name(settings.data.name).replace("/", "-").replace(":", "-")
+    base = Path("runs") / f"{name}-{data}-seed{settings.seed}"
     try:
         if out is not None:
             out.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstill.data.form import About
+from fedstill.data.sources.categories import category_name
 from fedstill.data.sources.table_rows import table_rows, with_marks
 from fedstill.data.sources.text import encoded
 from fedstill.data.table_inputs import MISSING
@@ -46,9 +47,22 @@ def _texts(about: About, given: Any, length: int) -> Tensor:
 
 def _rows(about: About, given: Any) -> Tensor:
     columns = {name: _column(name, values) for name, values in _by_column(about, given).items()}
+    for name, known in about.categories:
+        _refuse_unknown(name, columns[name], known)
     rows = table_rows(GIVEN, columns, about)
     gaps = [name for name in about.columns if f"{name}{MISSING}" in about.features]
     return torch.from_numpy(with_marks(rows, about, gaps) if gaps else rows)
+
+
+def _refuse_unknown(name: str, column: pa.ChunkedArray, known: Sequence[str]) -> None:
+    """Raise DataError for a name that the run had no input for."""
+    for row, value in enumerate(column.to_pylist()):
+        if value is not None and category_name(value) not in known:
+            raise DataError(
+                f"{GIVEN}: row {row} has {category_name(value)[:60]!r} in column {name!r}, and the run knew "
+                f"{', '.join(known)[:200]}; give one of these, or None, which counts as missing; to have it known, "
+                "train a run whose data have it, or whose data.categorical names it"
+            )
 
 
 def _by_column(about: About, given: Any) -> dict[str, Any]:

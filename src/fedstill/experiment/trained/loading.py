@@ -31,6 +31,7 @@ from fedstill.experiment.running.evaluation import of_some_clients
 from fedstill.experiment.running.provenance import sources
 from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of, stored_inputs
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
+from fedstill.fields import plain_value
 from fedstill.files import digest, in_shell, named_path
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
@@ -64,6 +65,7 @@ def load_model(run: Result | Path | str, client: int | str | None = None, data: 
     """
     folder = run.directory if isinstance(run, Result) else named_path(run)
     _refuse_pack(folder)
+    client = plain_value(client)
     settings = settings_of(folder)
     start = journals.read_journal(folder / "journal.jsonl")[:1]
     if not start:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from fedstill.data.inputs import channels_last
 from fedstill.errors import ConfigError
 from fedstill.experiment.trained.encoding import as_taken
 from fedstill.models.joined import module_of
+from fedstill.origin import of_kind
 
 SLACK = 0.5
 """How far beyond 0 and 1 floats may be: enlarging a picture overshoots a little, other scales are far off."""
@@ -68,8 +71,9 @@ class TrainedModel(nn.Module):
         return {**known, "tokenizer": Path(self.inputs.tokenizer).name} if self.inputs.tokenizer else known
 
     def forward(self, examples: Tensor) -> Tensor:
-        """Logits (N, C) of examples."""
+        """Logits (N, C) of examples, a tensor or an array of NumPy's."""
         if not torch.compiler.is_compiling():
+            examples = self._as_tensor(examples)
             self._check(examples)
         return self.network(channels_last(self.normalised(examples)))  # type: ignore[no-any-return]
 
@@ -110,6 +114,16 @@ class TrainedModel(nn.Module):
         if len(self.mean):
             numbers = ((numbers.to(torch.float64) - self.mean) / self.std).to(torch.float32)
         return numbers.nan_to_num(0.0)
+
+    def _as_tensor(self, examples: Any) -> Tensor:
+        if isinstance(examples, Tensor):
+            return examples
+        if isinstance(examples, np.ndarray):
+            with contextlib.suppress(TypeError):  # of texts or objects
+                return torch.from_numpy(np.array(examples)).to(self.mean.device)
+        rows = "; encode makes one of rows and texts" if self.inputs.kind in ("table", "text") else ""
+        kind = f"an array of {examples.dtype}" if isinstance(examples, np.ndarray) else of_kind(examples)
+        raise ConfigError(f"{self.inputs.many} are {kind}; give a tensor, or an array of numbers{rows}")
 
     def _check(self, examples: Tensor) -> None:
         many = self.inputs.many
