@@ -35,7 +35,7 @@ AGES = "columns are standardised by the mean and spread of all clients' training
 NOTES = [
     "train: 10 of 80 rows were left out, as they miss a value (north 5, south 5)",
     f"{AGES}, which only a simulation can do",
-    "constant, and left at 0: floor",
+    "constant to six digits, and left at 0: floor",
 ]
 
 
@@ -76,7 +76,7 @@ def test_the_journal_and_the_report_say_it_too(config: Path, capsys: pytest.Capt
     page = Path("page.html").read_text()
     assert '<section id="data">' in page
     assert "Examples are rows of a table, 4 features: age, ward=A, ward=B, floor." in page
-    assert "Constant, and left at 0: floor." in page
+    assert "Constant to six digits, and left at 0: floor." in page
 
 
 def test_images_have_their_word_and_no_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,4 +85,7 @@ def test_images_have_their_word_and_no_section(tmp_path: Path, capsys: pytest.Ca
     assert call(["explain", str(tmp_path / "d.toml"), *(word for s in small for word in ("-s", s))]) == 0
     said = capsys.readouterr().out
     assert "images trained on a round" in said
-    assert "data: " not in said
+    assert [line for line in said.splitlines() if line.startswith("data: ")] == [
+        "data: examples are images of 8×8 pixels, 1 channel",
+        "data: 60 examples to train on, 20 to test on",
+    ]

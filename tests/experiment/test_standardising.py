@@ -15,6 +15,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.form import About
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.moments import moments
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -51,6 +52,16 @@ def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None
     assert run.sites.common_test is not None
     assert np.allclose(run.sites.common_test.values, (data.test.values.numpy() - mean) / std, atol=1e-5)
     assert any("constant to six digits, and left at 0: c" in note for note in run.notes)
+
+
+def test_small_numbers_are_standardised_as_large_ones_are() -> None:
+    draw = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
+    values = (2 + draw) * torch.tensor([1e-12, 1e-30, 1e9])
+    own, plain = moments(values), values.double()
+    assert own.constant == ()
+    assert own.std == pytest.approx(plain.std(0, correction=0).tolist(), rel=1e-6)
+    assert moments(torch.full((50, 1), 1.7e9)).constant == (0,)
+    assert moments(torch.zeros(50, 1)).constant == (0,)
 
 
 def test_a_test_row_changes_no_statistic() -> None:

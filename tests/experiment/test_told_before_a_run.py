@@ -51,6 +51,28 @@ def test_classes_that_are_not_trained_or_not_tested_are_named() -> None:
     ]
 
 
+def test_classes_without_any_example_are_named_and_that_labels_count_from_0() -> None:
+    numbered = _data([1, 2], [1, 2], names=("0", "1", "2"))
+    assert _said(numbered) == ["data: no example is of class '0'; labels count from 0, and yours begin at 1"]
+    assert _said(_data([0, 3], [0, 3])) == ["data: no example is of classes 'bee', 'cat'"]
+    assert _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3"))) == ["data: no example is of class '2'"]
+
+
+def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
+    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3], names=("yes", " yes", "no", "No "))) == [
+        "data: classes 'yes' and ' yes' differ only in blanks or capitals, and count as two",
+        "data: classes 'no' and 'No ' differ only in blanks or capitals, and count as two",
+    ]
+
+
+def test_a_run_says_which_columns_were_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = "\n".join(f"{i},2024-01-{i % 9 + 1:02d},{i % 2}" for i in range(40))
+    (tmp_path / "mine.csv").write_text(f"a,admitted,label\n{rows}\n")
+    what = {"data": str(tmp_path / "mine.csv"), "model": "logistic", "partition": "iid", "measure": ()}
+    fedstill.run(toys.toy(**what), tmp_path / "run")
+    assert "data: left out: admitted (date)" in caplog.messages
+
+
 def test_a_run_of_one_class_is_refused() -> None:
     with pytest.raises(DataError, match="mine holds one class, 'ant': any model is right about it"):
         _said(_data([0], [0], names=("ant",)))

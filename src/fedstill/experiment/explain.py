@@ -157,9 +157,9 @@ def human(count: float) -> str:
 
 
 def _origin(key: str, origins: Mapping[str, str]) -> str:
-    whole, table = origins.get(key), origins.get(key.partition(".")[0])
-    if whole is None and table is not None and key.rpartition(".")[2] in ("name", "kind"):
-        whole = table
+    whole, table = origins.get(key), key.partition(".")[0]
+    if whole is None and key == f"{table}.{NAMED.get(table, ('name',))[0]}":
+        whole = origins.get(table)
     if whole is None and key.startswith("plan."):
         whole = origins.get("plan." + key.rpartition(".")[2])
     return whole or "default"
@@ -189,11 +189,12 @@ def _shown(stages: list[Stage]) -> tuple[str, ...]:
 
 
 def told_of_examples(prepared: Prepared) -> list[str]:
-    """How many examples there are, what they are and what reading them left out, a sentence each."""
+    """What examples are, how many there are and what reading them left out, a sentence each."""
     data, sites = prepared.dataset, prepared.sites
     kind = examples_are(sites.inputs.stored(data.train.values)) or _pixels(data.input_shape)
-    many = f"{len(sites.train):,} to train on, {len(sites.common_test or ()):,} to test all on; "
-    return [f"{'' if prepared.settings.on_sites else many}{kind}", *prepared.notes]
+    tested = f", {len(sites.common_test):,} to test on" if sites.common_test else ""
+    many = [] if prepared.settings.on_sites else [f"{len(sites.train):,} examples to train on{tested}"]
+    return [kind, *many, *prepared.notes]
 
 
 def _pixels(shape: Sequence[int]) -> str:

@@ -1,0 +1,134 @@
+"""Images as people have them: channels first, other names in an archive, keys of tables, pixels as floats, no pairs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedstill.data.sources import from_clients, from_tensors, load_dataset
+from fedstill.errors import DataError
+
+N = 20
+LABELS = np.arange(N) % 2
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("FEDSTILL_DATA", raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pixels(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (N, *shape), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [
+        ((3, 8, 9), (3, 8, 9)),
+        ((1, 8, 8), (1, 8, 8)),
+        ((8, 9, 3), (3, 8, 9)),
+        ((3, 3, 3), (3, 3, 3)),
+        ((8, 8, 5), (5, 8, 8)),
+        ((8, 9), (1, 8, 9)),
+    ],
+)
+def test_an_archive_has_its_channels_first_or_last(shape: tuple[int, ...], read: tuple[int, ...]) -> None:
+    images = pixels(*shape)
+    np.savez("mine.npz", train_images=images, train_labels=LABELS, test_images=images, test_labels=LABELS)
+    data = load_dataset("mine.npz")
+    assert data.input_shape == read
+    last = (len(shape) == 3 and shape != read) or shape == (3, 3, 3)
+    want = images.transpose(0, 3, 1, 2) if last else images.reshape(N, *read)
+    assert np.array_equal(data.train.values.numpy(), want)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        (
+            {"x_train": pixels(8, 8), "y_train": LABELS},
+            "has no array 'train_images' among 'x_train', 'y_train'; it needs train_images and train_labels",
+        ),
+        ({"train_images": pixels(8, 8)}, "has no array 'train_labels' among 'train_images'; it needs"),
+        (
+            {"train_images": pixels(8, 8), "train_labels": np.eye(2)[LABELS]},
+            r"train_labels.npy has shape \(20, 2\), and needs one class id an image; of one-hot labels save",
+        ),
+        (
+            {"train_images": pixels(8, 8), "train_labels": np.array(["cat", "dog"])[LABELS]},
+            r"train_labels.npy holds texts, not class ids; names, ids = np.unique\(labels, return_inverse=True\)",
+        ),
+    ],
+)
+def test_an_archive_of_other_arrays_is_told_which_it_needs(arrays: dict[str, Any], said: str) -> None:
+    np.savez("mine.npz", **arrays)
+    with pytest.raises(DataError, match=said):
+        load_dataset("mine.npz")
+
+
+def pictures(folder: Path, modes: tuple[str, str], sides: tuple[int, int]) -> None:
+    for kind in ("cat", "dog"):
+        (folder / kind).mkdir(parents=True)
+        for i in range(4):
+            Image.new(modes[i % 2], (sides[i % 2],) * 2, i).save(folder / kind / f"{i}.png")
+
+
+def test_what_is_said_of_images_that_differ_is_their_difference(place: Path) -> None:
+    pictures(place / "kinds", ("L", "RGB"), (8, 16))
+    with pytest.raises(DataError, match=r"is 16×16 RGB, the first 16×16 grey; save all in one kind \(grey or RGB\)$"):
+        load_dataset("kinds", size=16)
+    with pytest.raises(DataError, match=r"set data.size = 8 to resize all, and save all in one kind"):
+        load_dataset("kinds")
+    pictures(place / "sizes", ("L", "L"), (8, 16))
+    with pytest.raises(DataError, match=r"the first 8×8 grey; set data.size = 8 to resize all$"):
+        load_dataset("sizes")
+
+
+@pytest.mark.parametrize(
+    ("fields", "key"),
+    [
+        ({"columns": ("a",)}, "data.columns"),
+        ({"kind": "table"}, "data.kind = 'table'"),
+        ({"categorical": (("a", ()),)}, "data.categorical"),
+        ({"input": "a"}, "data.input_column"),
+    ],
+)
+def test_keys_of_tables_are_refused_of_images(fields: dict[str, Any], key: str, place: Path) -> None:
+    pictures(place / "mine", ("L", "L"), (8, 8))
+    np.savez("mine.npz", train_images=pixels(8, 8), train_labels=LABELS)
+    for name in ("mine", "mine.npz"):
+        with pytest.raises(DataError, match=f"holds images, and {key} is for other data; leave it out"):
+            load_dataset(name, **fields)
+
+
+def test_pixels_as_floats_of_another_scale_are_said() -> None:
+    images = np.full((N, 1, 8, 8), 255.0)
+    images[0] = 0
+    said = "images hold numbers from 0 to 255, which (x - 0.5) / 0.5 makes -1 to 509; divide pixels by 255, or give"
+    pair = (images, LABELS)
+    assert from_tensors("mine", pair, pair).about.cautions == (f"{said} mean= and std=",)
+    assert from_tensors("mine", pair, pair, mean=[128.0], std=[64.0]).about.cautions == ()
+    assert from_tensors("mine", (images / 255, LABELS), pair).about.cautions == ()
+
+
+def test_names_from_numpy_are_classes() -> None:
+    names, ids = np.unique(np.array(["no", "yes"])[LABELS], return_inverse=True)
+    pair = (np.zeros((N, 2)), ids)
+    assert from_tensors("mine", pair, pair, classes=names).classes == ("no", "yes")
+
+
+def test_what_is_no_pair_is_said() -> None:
+    pair: Any = (torch.zeros(N, 2), torch.from_numpy(LABELS))
+    for wrong, said in ((None, "a NoneType"), (pair[0], "a Tensor"), ((*pair, 1), "a tuple of 3")):
+        with pytest.raises(DataError, match=rf"mine, test: give a pair \(values, labels\), not {said}"):
+            from_tensors("mine", pair, wrong)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match=r"mine, client 1.*: give a pair \(values, labels\), not a"):
+            from_clients("mine", [(pair, pair), wrong])  # type: ignore[list-item]
