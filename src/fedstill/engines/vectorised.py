@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
@@ -22,8 +23,9 @@ from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun
 from fedstill.engines.stacked_carry import Structures
 from fedstill.errors import on_one_line
+from fedstill.keys import put_aside
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers
+from fedstill.models.probing import draws_random_numbers, is_of_library
 from fedstill.models.wrapped import Wrapped
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -51,7 +53,9 @@ def why_not(spec: ModelSpec, plan: Plan) -> str:
             return f"model {spec.label} has layers for which torch knows no stack ({type(layer).__name__})"
         if isinstance(layer, contract.NORMS) and not (plan.norm == "frozen" and layer.track_running_stats):
             return f"model {spec.label} normalises by statistics of the batch ({type(layer).__name__})"
-    return _tried(spec) if isinstance(getattr(contract.module(spec), "body", None), Wrapped) else ""
+    if isinstance(getattr(contract.module(spec), "body", None), Wrapped) and (why := _tried(spec)):
+        return why
+    return "" if is_of_library(spec) else _stack_fails(spec)
 
 
 @functools.lru_cache(maxsize=64)
@@ -65,6 +69,27 @@ def _tried(spec: ModelSpec) -> str:
             torch.func.vmap(lambda own: contract.forward(m, own, x))(params).sum().backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         return f"model {spec.label} runs client after client under torch.func.vmap, or not at all: {on_one_line(error)}"
+    return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _stack_fails(spec: ModelSpec) -> str:
+    """Why a user's network cannot be stacked; empty if it can. A step of two clients tells, each with its examples."""
+    m, x = contract.module(spec, "frozen").train(), contract.example(spec, 2)
+    for layer in m.modules():
+        if isinstance(layer, contract.NORMS):
+            layer.eval()
+    entries = {k: torch.stack([v.detach(), v.detach()]) for k, v in contract.entries(spec, m).items()}
+    params = {k: v.requires_grad_(k in contract.trainable_names(spec)) for k, v in entries.items()}
+    try:
+        with warnings.catch_warnings(), put_aside():
+            warnings.simplefilter("ignore")
+            out = torch.func.vmap(partial(contract.forward, m))(params, torch.stack([x, x]))
+            out.sum().backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        return f"model {spec.label} cannot run under torch.func.vmap: {on_one_line(error)}"
+    finally:
+        m.eval()
     return ""
 
 

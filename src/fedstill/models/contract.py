@@ -115,8 +115,8 @@ def width(spec: ModelSpec) -> int:
 
 
 def trainable_names(spec: ModelSpec) -> set[str]:
-    """The names of parameters that are trained; the other entries of a state are buffers."""
-    return set(moving(spec, (name for name, _ in module(spec).named_parameters())))
+    """The names of parameters that are trained; the other entries of a state are buffers, or left without gradient."""
+    return set(moving(spec, (name for name, value in module(spec).named_parameters() if value.requires_grad)))
 
 
 def capabilities(spec: ModelSpec) -> set[str]:

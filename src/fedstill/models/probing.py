@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
+from fedstill import registry
 from fedstill.keys import put_aside
 from fedstill.models import contract
 from fedstill.records import ModelSpec
@@ -28,6 +29,19 @@ def draws_random_numbers(spec: ModelSpec, training: bool = True) -> bool:
         return False
     finally:
         m.eval()
+
+
+def is_of_library(spec: ModelSpec) -> bool:
+    """Whether a network is one that the library has, and not a user's, nor made of one."""
+    names = (spec.name, *(str(v) for k, v in spec.fields if k in ("of", "own", "shared")))
+    return all(str(registry.lookup("model", name).target.__module__).startswith("fedstill.models.") for name in names)
+
+
+@functools.lru_cache(maxsize=64)
+def built_size(spec: ModelSpec) -> int:
+    """How many parameters a network of the library has, told by shapes alone: no memory is taken for them."""
+    with put_aside(), torch.device("meta"):
+        return sum(value.numel() for value in contract.built(spec.name, spec, dict(spec.fields)).parameters())
 
 
 def _moves(m: nn.Module, x: Tensor) -> bool:

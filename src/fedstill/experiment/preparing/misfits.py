@@ -14,13 +14,15 @@ from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
+from fedstill.experiment.preparing.lone_examples import refuse_lone_examples
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
+from fedstill.experiment.preparing.trial_pass import refuse_huge, refuse_odd, two_examples
+from fedstill.fitting import FIT
 from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
-from fedstill.models.probing import draws_random_numbers
 from fedstill.records import SERVER, ModelSpec, Stage
 from fedstill.ridge import RIDGE, no_linear_head
 from fedstill.work import ClientWork
@@ -53,15 +55,18 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with what would help."""
     method = settings.method
     name, kind = settings.named.method.label, settings.named.topology.label
+    for spec in {world.server_model, *world.client_models}:
+        refuse_huge(spec)
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    _check_stages(method, name, kind, {s.name for s in schedule})
+    _check_stages(method, name, kind, {s.name for s in schedule}, world.plans)
     _check_hooks(method, name, schedule)
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
+    needs_of_measures = {need for measure in measures(settings.measure).values() for need in measure.needs}
     models = dict.fromkeys(world.model(c) for c in (SERVER, *range(min(world.clients, len(world.client_models) or 1))))
     for spec in models:
-        _check_runs(spec, sites)
+        _check_runs(spec, sites, world, _asked_of_models(method) | needs_of_measures)
         missing = sorted(_asked_of_models(method) & ASKED_OF_MODELS.keys() - contract.capabilities(spec))
         if missing:
             what, remedy = ASKED_OF_MODELS[missing[0]]
@@ -86,6 +91,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
+    refuse_lone_examples(settings, world, sites)
 
 
 def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
@@ -98,8 +104,13 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
             refuse_uncalled(f"method {name}", work, Method)
 
 
-def _check_stages(method: Method, name: str, kind: str, stages: set[str]) -> None:
-    """Raise for a stage that a method does not know, and for one of a task's end that it needs and does not get."""
+def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans: Collection[str]) -> None:
+    """Raise for a stage that a method does not know or that would train nothing, and for a task's end that it lacks."""
+    if FIT in stages - method.stages and FIT not in plans:
+        raise IncompatibleMethod(
+            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are trained alone only "
+            f"before round 1; set topology.first = {FIT!r}"
+        )
     if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
         if unknown[0] in method.schedule.values():
             todo = "write it into stages, and into plans"
@@ -165,14 +176,13 @@ def _refuse_shared(spec: ModelSpec) -> None:
             )
 
 
-def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
+def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Collection[str]) -> None:
     """Build a model and give it two examples, so that an error is one clear line now and not a failed client later."""
     _refuse_shared(spec)
     if not (initial := contract.initial(spec, 0)):
         todo = "a tensor of yours that is to be trained must be an nn.Parameter"
         raise ConfigError(f"model {spec.label} has no parameters, so there is nothing to train: {todo}")
-    some = sites.train.values[:2]
-    x = sites.inputs.plain(some if len(some) else some.new_zeros(2, *some.shape[1:]))
+    x = two_examples(sites)
     try:
         out = contract.predictor(spec, initial)(x)
     except FedstillError:
@@ -184,8 +194,4 @@ def _check_runs(spec: ModelSpec, sites: SiteViews) -> None:
         raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
     if out.shape != (len(x), spec.classes):
         raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}")
-    if draws_random_numbers(spec, training=False):
-        raise ConfigError(
-            f"model {spec.label} draws random numbers in evaluation mode, so no two looks at it are alike; "
-            "let it draw only where self.training is true"
-        )
+    refuse_odd(spec, x, world, needs)
