@@ -188,3 +188,13 @@ def test_a_stage_follows_the_last_round_of_every_task(kind: type[Parallel]) -> N
 def test_of_one_task_the_end_is_the_runs() -> None:
     schedule = Parallel(sampled=2, task_end="remember")
     assert [[s.name for s in schedule(r, Small())] for r in (1, 5)] == [["train"], ["train", "remember"]]
+
+
+@pytest.mark.parametrize("students", [(2, 15), (15, 16)])
+def test_students_who_are_not_there_in_a_task_learn_when_they_are(students: tuple[int, ...]) -> None:
+    stream = Stream((1, 3), 5, ((0,), (1,)), clients=20, absent=frozenset((0, c) for c in range(12, 20)))
+    peers, world = PeerToPeer(students=students), Small(stream=stream)
+    now = {s.name: s.clients for s in peers(1, world)}
+    there = tuple(c for c in students if c < 12)
+    assert now == {"fit": tuple(range(12)), **({"transfer": there, "refine": there} if there else {})}
+    assert [s.clients for s in peers(4, world)][1:] == [students, students]

@@ -47,7 +47,8 @@ class Plan:
     patience: CountOrZero = 0
     """Epochs without a better score after which training stops; 0: it never stops early."""
     keep: Literal["last", "best"] = "last"
-    """Which model a visit ends with: that of the last epoch, or of the best score."""
+    """Which model a visit ends with: that of the last epoch, or of the best score; the last, too, of a client with too
+    few examples to hold one out, and of the server."""
     lr_schedule: Literal["constant", "step", "cosine"] = "constant"
     """How the learning rate changes from round to round: only by lr_decay, by it in steps, or as half a cosine."""
     lr_step: Count = 1

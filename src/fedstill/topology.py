@@ -184,14 +184,14 @@ class PeerToPeer:
 
     def __call__(self, round: int, world: World) -> list[Stage]:
         everyone = _everyone(world, round)
-        students = tuple(sorted(set(self.students))) or everyone
-        strangers = sorted(set(students) - set(everyone))
+        strangers = sorted(set(self.students) - set(range(world.clients)))
         if strangers:
             raise ConfigError(f"topology.students names {strangers[0]}; clients are 0 to {world.clients - 1}")
+        students = tuple(sorted(set(self.students) & set(everyone))) if self.students else everyone
         stages = [Stage(round, 0, "fit", everyone)]
         if self.server:
             stages.append(Stage(round, 0, self.server, (SERVER,), "public"))
-        later = [n for n, wanted in (("transfer", self.transfer), ("refine", self.refine)) if wanted]
+        later = [n for n, wanted in (("transfer", self.transfer), ("refine", self.refine)) if wanted and students]
         return _numbered([*stages, *(Stage(round, 0, name, students) for name in later)])
 
 
@@ -219,6 +219,11 @@ class SitesTest:
         if not world.stream.ends(round):
             return stages
         return _numbered([*stages, Stage(round, 0, TASK_TEST, _everyone(world, round))])
+
+
+def has_links(stages: Sequence[Stage]) -> bool:
+    """Whether a round is a chain, in which a client hands the model on to the next, whatever stages stand around it."""
+    return any(stage.hop for stage in stages)
 
 
 def _everyone(world: World, round: int) -> tuple[int, ...]:

@@ -29,8 +29,10 @@ class BestEpoch:
         """Whether the plan does anything with a score: it is not computed for nothing."""
         return scores_count(self.plan)
 
-    def seen(self, score: float, params: Tensors) -> bool:
-        """Take an epoch's score; True if training should stop."""
+    def seen(self, score: float | None, params: Tensors) -> bool:
+        """Take an epoch's score, None where there is nothing to score by; True if training should stop."""
+        if score is None:
+            return False
         self.scores.append(score)
         if score > self.score:
             self.score, self.params, self.stale = score, trees.clone(params), 0

@@ -48,6 +48,7 @@ from fedstill.records import (
 )
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING, no_linear_head
+from fedstill.topology import has_links
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -76,7 +77,7 @@ class CCVR(FedAvg):
     """What is sent of a class's covariance: C D² numbers in all, or C D."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        if stages[0].hop:
+        if has_links(stages):
             return "after a chain there is no stage of the server's; set topology.kind = 'parallel'"
         return no_linear_head(world)
 

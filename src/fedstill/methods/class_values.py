@@ -20,6 +20,7 @@ from fedstill.method import Method
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.public_logits import own_model
 from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Stage, State, Step, Tensors, View, World
+from fedstill.topology import has_links
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
 
@@ -48,7 +49,7 @@ class ClassValues(Method):
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         alone = "what a class's values come to is a mean over clients, and in a chain one acts at a time"
-        return f"{alone}; set topology.kind = 'parallel'" if stages[0].hop else ""
+        return f"{alone}; set topology.kind = 'parallel'" if has_links(stages) else ""
 
     def setup(self, world: World) -> State:
         return State(params={}).next(values=self.blank(SERVER, world), seen=torch.zeros(world.classes))

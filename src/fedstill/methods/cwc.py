@@ -32,6 +32,7 @@ from fedstill.methods.fedseq import FedSeq
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World, many
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -55,7 +56,7 @@ class CWC(FedSeq):
     """Whether the path integral takes the gradient of the cross-entropy alone, not of the whole loss."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        if not stages[0].hop:
+        if not has_links(stages):
             return "in parallel no client passes an importance on; leave topology.kind out"
         if self.lseg and world.plans["train"].clip_norm > 0:
             return "method.lseg takes the penalty's gradient out again, which clipping hides; set plan.clip_norm = 0"
@@ -67,7 +68,7 @@ class CWC(FedSeq):
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
         factor = self.decay if self.memory == "ema" and state.round > 1 else 1.0
-        return state.next(importance=scale(state.extra.tensors("importance"), factor), cycle=len(stages))
+        return state.next(importance=scale(state.extra.tensors("importance"), factor), cycle=sum(s.hop for s in stages))
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         return Payload(params=state.params, importance=state.extra.tensors("importance"))

@@ -6,7 +6,7 @@ heterogeneity map f(G) = log(1 + delta G) (eq. 6); phi = per-client weight (eq. 
 client's labels (eq. 5).
 State: the global parameters; gini = G of each client (clients,) as it sent it last, 1 at first; phi = on a chain, the
 weights (clients,) of the round's clients, 0 for the others; labels = the census's label counts (clients, C), where
-``phi_timing`` is "exact".
+``phi_timing`` is "exact"; cohort = then, on a chain, the ids (n,) of the round's clients, in the place of phi.
 Memory: nothing.
 Reading: eq. 7 prints G where Algorithm 1 asks for f(G); ``phi_source`` chooses, f(G) as it is.
 Reading: Algorithm 1 computes phi before any client has sent its G, which starts at 1. ``phi_timing`` "stale" is that to
@@ -60,9 +60,11 @@ class FedADKD(FedDKD):
         return super().setup(world).next(gini=torch.ones(world.clients, dtype=torch.float64))
 
     def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
-        if not stages[0].hop:
+        cohort = [c for stage in stages if stage.hop for c in stage.clients]
+        if not cohort:
             return state
-        cohort = [c for stage in stages for c in stage.clients]
+        if self.phi_timing == "exact":  # a task's census may still come, but no link of the chain changes what it says
+            return state.without("phi").next(cohort=torch.tensor(cohort))
         phi = torch.zeros(world.clients, dtype=torch.float64)
         phi[cohort] = self._phi(state, cohort)
         return state.next(phi=phi)
@@ -70,7 +72,8 @@ class FedADKD(FedDKD):
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         if stage.hop and "phi" in state.extra:
             return Payload(params=state.params, phi=float(state.extra.tensor("phi")[client]))
-        cohort = list(stage.clients)
+        known = stage.hop and "cohort" in state.extra
+        cohort = state.extra.tensor("cohort").tolist() if known else list(stage.clients)
         return Payload(params=state.params, phi=float(self._phi(state, cohort)[cohort.index(client)]))
 
     def work(self, stage: Stage) -> ClientWork:

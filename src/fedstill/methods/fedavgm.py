@@ -21,6 +21,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
 
 
@@ -38,7 +39,7 @@ class FedAvgM(FedAvg):
         return (
             "a chain hands on the model as a client left it, and the server's momentum would move it between clients; "
             "set plan.momentum for momentum on clients, or topology.kind = 'parallel'"
-            if stages[0].hop
+            if has_links(stages)
             else ""
         )
 

@@ -28,6 +28,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -49,7 +50,7 @@ class FedCurv(FedAvg):
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
         return (
             "method.scope = 'last_round' would forget after every client of a chain; set method.scope = 'all_seen'"
-            if stages[0].hop and self.scope == "last_round"
+            if has_links(stages) and self.scope == "last_round"
             else ""
         )
 

@@ -34,6 +34,7 @@ from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
 from fedstill.robust import ROBUST
+from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -57,7 +58,7 @@ class FedDC(FedAvg):
         return (
             "a chain hands on the model as a client left it, and the server's mean drift would move it between "
             "clients; choose method fedprox, or topology.kind = 'parallel'"
-            if stages[0].hop
+            if has_links(stages)
             else ""
         )
 

@@ -26,6 +26,7 @@ from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
 from fedstill.records import Carry, Payload, Plan, Reply, Stage, State, Step, View, World, many
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.work import ClientWork
 
 TEACH_SERVER = "teach_server"
@@ -50,7 +51,7 @@ class FedDF(FedAvg):
     """Temperature of the server's distillation (tau)."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        if stages[0].hop:
+        if has_links(stages):
             return "a chain ends with one model, and an ensemble needs several; set topology.kind = 'parallel'"
         if TEACH_SERVER not in {s.name for s in stages}:
             return f"it needs its server's stage; set topology.server = {TEACH_SERVER!r}"

@@ -25,6 +25,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 from fedstill.records import SERVER, Carry, Payload, Ran, Reply, Stage, State, Step, Tensors, View, World
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -42,7 +43,7 @@ class FedDyn(FedAvg):
         return (
             "a chain hands on the model as a client left it, and the server's correction h would move it between "
             "clients; choose method fedprox, or topology.kind = 'parallel'"
-            if stages[0].hop
+            if has_links(stages)
             else ""
         )
 

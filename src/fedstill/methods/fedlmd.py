@@ -73,7 +73,8 @@ class MaskedUniform(ClientWork):
     def not_distilled(self, carry: Carry) -> Tensor:
         """The majority classes (C,), of those that take part in training, and all that take no part."""
         on, counts = carry.head, carry["counts"]
-        return carry["majority"] if on is None else ~on | (counts * on.sum() > counts.sum())
+        majority: Tensor = carry["majority"]
+        return majority if on is None else ~on | (counts * on.sum() > counts.sum())
 
     def target(self, step: Step) -> Tensor:
         """The teacher's logits (B, C)."""

@@ -24,6 +24,7 @@ from fedstill.methods.fedavg import FedAvg
 from fedstill.models.contract import trainable_names
 from fedstill.records import NOTHING, SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import add, only, scale, sub, zeros_like
 from fedstill.work import ClientWork
 
@@ -45,7 +46,7 @@ class FedNova(FedAvg):
         return (
             "it evens out steps between clients whose changes are averaged, and in a chain none are; "
             "choose method fedseq, or scaffold for control variates, or topology.kind = 'parallel'"
-            if stages[0].hop
+            if has_links(stages)
             else ""
         )
 

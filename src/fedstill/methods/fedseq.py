@@ -19,6 +19,7 @@ from typing import ClassVar
 from fedstill.method import Method
 from fedstill.records import Plan, Stage, World
 from fedstill.registry import method
+from fedstill.topology import has_links
 
 FEDSEQ_PLAN = Plan(epochs=5, batch=64, lr=0.01, weight_decay=1e-4)
 """SFedKD's settings: five epochs, batches of 64, a constant learning rate without momentum."""
@@ -33,4 +34,4 @@ class FedSeq(Method):
     plans: ClassVar[Mapping[str, Plan]] = {"train": FEDSEQ_PLAN}
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        return "" if stages[0].hop else "side by side it is method fedavg; choose that, or leave topology.kind out"
+        return "" if has_links(stages) else "side by side it is method fedavg; choose that, or leave topology.kind out"

@@ -43,6 +43,7 @@ from fedstill.records import (
     World,
 )
 from fedstill.registry import method
+from fedstill.topology import has_links
 from fedstill.trees import only
 from fedstill.work import ClientWork
 
@@ -78,7 +79,7 @@ class MetaFed(Method):
     """Whether layers that normalise by statistics are taken over with the rest."""
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
-        if not any(stage.hop for stage in stages):
+        if not has_links(stages):
             return "side by side there is no client before; leave topology.kind out"
         blind = [s.name for s in stages if s.name in world.plans and not world.plans[s.name].validation]
         return f"accuracy on held-out data decides; set plan.{blind[0]}.validation = 0.2" if blind else ""
@@ -122,7 +123,7 @@ class InRing(ClientWork):
 
     def right(self, params: Tensors, view: View) -> float:
         """Accuracy on held-out data; 0 without any."""
-        return self.score(params, view) if view.validation is not None and len(view.validation) else 0.0
+        return self.score(params, view) or 0.0
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
         if "before" not in carry.teachers:

@@ -159,7 +159,7 @@ class Queried(ClientWork):
         each = masked_ce(logits, teachers, mask, self.method.temperature)  # (T, B)
         return self.method.alpha * (use * each).sum(0)
 
-    def score(self, params: Tensors, view: View) -> float:
+    def score(self, params: Tensors, view: View) -> float | None:
         """Average Accuracy on public labels, for plans that keep the best epoch; without any, as other clients do."""
         if view.public is None or bool((view.public.labels < 0).any()):
             return super().score(params, view)

@@ -7,8 +7,9 @@ round than in FedADKD; tau = ``temperature``; d = ``distance`` of label shares; 
 ``g`` and ``h`` switch them on, off is 1/K.
 State: the global parameters; trained = ids (n,) of the clients that trained in this round, in their order; snapshot.N =
 the model that client N of these ended with; teacher.N = the model of client N, which teaches in this round; labels =
-the census's label counts (clients, C), if teachers are chosen or weighed by them; fewer = true once fewer models than K
-could teach.
+the census's label counts (clients, C), if teachers are chosen or weighed by them; teacher_labels = those of the
+teachers (K, C), of the task in which they trained, if they are weighed; fewer = true once fewer models than K could
+teach.
 Memory: nothing.
 Reading: no temperature is named, and eq. 3 and 4 print no tau^2; we take DKD's 4 with tau^2 (``tau2_scale``).
 Reading: KL is infinite where a class is absent; both sides are smoothed by the paper's only constant (``smoothing``).
@@ -133,12 +134,18 @@ class SFedKD(TaughtByLastRound):
     def requires(self) -> frozenset[str]:
         return super().requires() | ({"label_counts"} if self.g or self.h else set())
 
+    def open(self, state: State, stages: Sequence[Stage], world: World) -> State:
+        opened = super().open(state, stages, world)
+        if not (self.g or self.h):
+            return opened
+        teachers = list(opened.extra.many("teacher"))  # label counts are still those of the round in which they trained
+        return opened.next(teacher_labels=state.extra.tensor("labels")[teachers])
+
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         sent = super().down(state, client, stage, world)
-        teachers = list(state.extra.many("teacher"))
-        if not teachers or not (self.g or self.h):
+        if "teacher_labels" not in state.extra or not state.extra.many("teacher"):
             return sent
-        return Payload(sent, teacher_labels=state.extra.tensor("labels")[teachers])
+        return Payload(sent, teacher_labels=state.extra["teacher_labels"])
 
     def work(self, stage: Stage) -> ClientWork:
         return Discrepant(self)
