@@ -16,7 +16,7 @@ from torch import Tensor
 from fedstill.keys import seed_for
 from fedstill.models.contract import predictor
 from fedstill.queries import Asking, Standing, Why, reasons, without_numbers
-from fedstill.records import SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
+from fedstill.records import KEEP, SERVER, Carry, ModelSpec, Payload, Plan, Ran, Tensors, View, World
 from fedstill.teachers import as_inputs, noise_probe
 from fedstill.trees import dtype_of
 from fedstill.wire.reports import PROBE, WHY
@@ -26,6 +26,9 @@ FIT = "fit"
 
 ASKS = "asks"
 """The group of a reply, (C,) int8, that is 1 for the classes that a client has reason to ask for."""
+
+GOES_ON = "goes_on"
+"""The group of a message that tells a client to go on from the model that it ended with, and to remember it."""
 
 SAMPLES = 20
 """Examples of noise in a probe. Source: QKT, section 4.3."""
@@ -73,11 +76,18 @@ def why_asked(asking: Asking, params: Tensors, view: View) -> dict[int, Why]:
 class Fit(ClientWork):
     """Plain local training; the journal then says what the model predicts on noise.
 
-    Where queries are raised in the run, the client also says for which classes it has reason to ask, and why.
+    Where queries are raised in the run, the client also says for which classes it has reason to ask, and why. What a
+    client remembers is left as it is; but where the server does not keep its model it is told to remember that itself.
     """
 
+    def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        if GOES_ON not in down:
+            return Carry(params=down.params)
+        return Carry(params=memory.params if "params" in memory else down.params, constants={GOES_ON: 1})
+
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        up, memory = super().end(params, carry, ran, view, world)
+        up = Payload(params=params)
+        memory = up if GOES_ON in carry.constants else KEEP
         if world.asking is None:
             return up, memory
         asks = torch.zeros(world.classes, dtype=torch.int8)

@@ -11,7 +11,7 @@ import torch
 
 import fedstill
 import toys
-from fedstill.errors import ConfigError
+from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.models import contract
@@ -157,3 +157,9 @@ def test_the_model_is_taken_out_whole(pretrained: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         right = (model(data.test.values).argmax(1) == data.test.labels).double().mean()
     assert float(right) == pytest.approx(result.accuracy)
+
+
+def test_a_head_that_a_second_one_adds_to_must_be_trained(pretrained: Path) -> None:
+    with pytest.raises(IncompatibleMethod, match=r"train_only keeps head\.weight as it is.*add 'head\.'"):
+        prepare(settle(experiment(pretrained, method="fedrod", train_only=("body.1.",))), toys.blobs())
+    prepare(settle(experiment(pretrained, method="fedrod")), toys.blobs())

@@ -21,7 +21,12 @@ from fedstill.watch import Unwatched
 SPLIT_FIRST = {"kind": "classes", "tasks": 3, "compose": "clients_first"}
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {
-    "fedadkd": [{"method": {"phi_timing": "exact"}}, {"topology": {"kind": "sequential"}}],
+    "fedadkd": [
+        {"method": {"phi_timing": "exact"}},
+        {"topology": {"kind": "sequential"}},
+        {"method": {"phi_timing": "exact"}, "topology": {"kind": "sequential"}},
+    ],
+    **{name: [{"rounds": 3, "stream": SPLIT_FIRST, "query": {}}] for name in ("fedavg_once", "pfnm")},
     "fednova": [{"method": {"ccvr": "full"}}],
     "fedlwf": [{"stream": SPLIT_FIRST}],
     "replay": [{"method": {"alpha": 0.5, "nearest_mean": True}, "stream": SPLIT_FIRST}],
@@ -47,7 +52,7 @@ MODULES = sorted({registry.lookup("method", name).target.__module__ for name in 
 def kept(name: str, changes: dict[str, Any]) -> tuple[set[str], set[str]]:
     """The names of the groups in the state, and in the clients' memories, that a toy run keeps after any stage."""
     base = replace(experiment(name), plan=SHORT)
-    both = {key: {**base.table(key), **values} for key, values in changes.items()}
+    both = {k: {**base.table(k), **v} if isinstance(v, dict) and v else v for k, v in changes.items()}
     ready = prepare(settle(replace(base, **both)), toys.blobs())
     settings, world, engine = ready.settings, ready.world, ready.engine()
     state = settings.method.setup(world)

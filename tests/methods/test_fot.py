@@ -135,3 +135,9 @@ def test_networks_that_it_cannot_protect_are_refused() -> None:
     wide = {"name": "mlp", "hidden": (5001, 4)}
     with pytest.raises(IncompatibleMethod, match=r"layer body\.3 has 5001 inputs, and at most 5000 can"):
         prepare(settle(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
+
+
+def test_a_share_of_nothing_keeps_no_direction_however_sums_are_rounded() -> None:
+    for seed in range(200):
+        inputs = torch.rand(30, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        assert with_directions(torch.zeros(20, 0, dtype=torch.float64), inputs.T @ inputs, 0.0).shape == (20, 0)

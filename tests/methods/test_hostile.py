@@ -163,3 +163,19 @@ def test_over_flower_it_is_the_same(how: str, tmp_path: Path) -> None:
     here, there = (read_journal(tmp_path / n / "journal.jsonl") for n in ("here", "there"))
     last = [[e for e in events if e["event"] == "round"][-1]["class_accuracy"] for events in (here, there)]
     assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.2])
+def test_who_turns_labels_round_counts_them_so_whether_or_not_some_are_held_out(validation: float) -> None:
+    plan = {"epochs": 1, "validation": validation}
+    clients = {"attack": "label_flip", "attackers": 0.5}
+    given = prepare(settle(toys.toy("fedavg", topology={"clients": 6}, plan=plan, clients=clients)), toys.blobs())
+    stage = given.settings.topology(1, given.world)[0]
+    flipped = sorted(given.sites.flipped)
+    assert flipped
+    for client in range(6):
+        counts = torch.bincount(given.sites.train.labels[given.sites.parts[client]], minlength=toys.CLASSES)
+        assert (
+            given.sites.view(client, stage).counts.tolist()
+            == (counts.flip(0) if client in flipped else counts).tolist()
+        )

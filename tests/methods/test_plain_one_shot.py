@@ -321,3 +321,12 @@ def test_at_its_edge_it_is_another(one: object, other: object) -> None:
     assert set(a) == set(b)
     for c in a:
         check(a[c], b[c])
+
+
+def test_the_volunteer_is_the_student_with_most_examples() -> None:
+    prepared = ready("qkt_light_volunteer", topology={"clients": 6, "students": (1, 4)}, query={"draw": "single"})
+    sizes = [len(part) for part in prepared.sites.parts]
+    others = [c for c in range(6) if c not in (1, 4)]
+    assert max(sizes[c] for c in others) > max(sizes[1], sizes[4]), "a client that is no student has more"
+    _, students = ends(prepared)
+    assert set(students) == {1, 4}

@@ -105,6 +105,8 @@ class SiteViews:
         validation, query = held if len(held) else None, self.queries.get(client, ())
         test = self.own_tests.get(client)
         counts = self.counts(client, stage.round) if len(held) else self._counts(data.labels)
+        if len(held) and client in self.flipped:
+            counts = counts.flip(0)
         tests = self.tasks.tests if self.tasks is not None else {}
         return View(client, spec, data, counts, public, validation, test, passes, query, tests)
 

@@ -2,7 +2,7 @@
 
 Source: Alballa et al., "Query-based Knowledge Transfer for Heterogeneous Learning Environments" (QKT), Table 2.
 State: the global parameters, nothing more: the initial ones, then the mean.
-Memory: nothing.
+Memory: params = the client's own model, where rounds follow, from which it goes on.
 Reading: the paper says one round of FedAvg; we average the models trained to their end, for those are what one exchange
 between peers can give. Models that started equal and trained apart average to about chance, as in the paper.
 """
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from fedstill.aggregate import Aggregation, weighted_mean
+from fedstill.fitting import GOES_ON
 from fedstill.methods.fedavg import Suspected
 from fedstill.methods.local_only import LocalOnly
-from fedstill.records import SERVER, Reply, Stage, State, World
+from fedstill.records import SERVER, Payload, Reply, Stage, State, World
 from fedstill.registry import method
 
 
@@ -36,6 +37,10 @@ class FedAvgOnce(LocalOnly):
 
     def setup(self, world: World) -> State:
         return State(params=world.initial(SERVER))
+
+    def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
+        """In a later round a client goes on from its own model, which it keeps: the server may see the mean alone."""
+        return Payload(params=world.initial(client), **({GOES_ON: 1} if world.rounds > 1 else {}))
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         return state.next(params=weighted_mean(replies, "params", self.aggregation, state.params, self.suspected))

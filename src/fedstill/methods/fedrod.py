@@ -26,7 +26,7 @@ from fedstill.losses import adjusted_cross_entropy, cross_entropy
 from fedstill.methods.fedavg import FedAvg
 from fedstill.methods.partly_shared import KeepsItsOwn, PartlyShared
 from fedstill.models.additions import ADDED, own_logits, with_both_heads
-from fedstill.records import Carry, ModelSpec, Payload, Stage, State, Step, Teacher, Tensors, View, World
+from fedstill.records import SERVER, Carry, ModelSpec, Payload, Stage, State, Step, Teacher, Tensors, View, World
 from fedstill.registry import method
 from fedstill.trees import dtype_of
 from fedstill.work import ClientWork
@@ -43,6 +43,13 @@ class FedROD(PartlyShared):
     aggregation: Aggregation = "examples"
     gamma: NonNegative = 1.0
     """Power of the label counts in the balanced softmax; 0: plain cross-entropy."""
+
+    def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        entries, own = world.initial(SERVER), ADDED["own_head"]
+        heads = [f"head.{name.removeprefix(own)}" for name in entries if name.startswith(own)]
+        kept = [name for name in heads if name not in entries]
+        todo = "and the second head adds to the first as it is trained; add 'head.' to train_only"
+        return f"train_only keeps {kept[0]} as it is, {todo}" if kept else ""
 
     def shares(self, entries: Sequence[str]) -> Sequence[str]:
         return [name for name in entries if not name.startswith(ADDED["own_head"])]

@@ -132,7 +132,7 @@ def with_directions(basis: Tensor, products: Tensor, share: float) -> Tensor:
     rest = outside @ products @ outside
     energy, directions = torch.linalg.eigh((rest + rest.T) / 2)
     energy, directions = energy.flip(0).clamp(min=0), directions.flip(1)
-    q = float((energy.sum() / whole).sqrt()) if whole > 0 else 0.0
+    q = min(1.0, float((energy.sum() / whole).sqrt())) if whole > 0 else 0.0  # above 1 only by rounding
     if q <= max(1 - share, ROUNDING**0.5):
         return basis
     wanted = (q - (1 - share)) / q

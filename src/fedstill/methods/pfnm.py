@@ -7,7 +7,7 @@ Symbols: sigma^2 = ``variance``, sigma_0^2 = ``prior_variance``, gamma; ``passes
 match; where a layer has ``most`` global units, a client adds no more than one.
 State: the global parameters, and their architecture, once units are matched; candidate.N = the model that the Nth
 setting makes, until clients have tried all; labels = the census's label counts (clients, C).
-Memory: nothing.
+Memory: params = the client's own model, where rounds follow, from which it goes on.
 Reading: QKT gives no settings. PFNM's code tries 3 gamma x 3 sigma^2 x 2 sigma_0^2 and takes the one of best train
 accuracy: here the server sends every candidate to the clients (the stage ``transfer``), who count what it gets right of
 their own data. With one value each, nothing is sent again.
@@ -32,7 +32,7 @@ from fedstill.keys import seed_for
 from fedstill.matching import MatchingSettings, match_models, matchable, unmatched, widened
 from fedstill.methods.fedavg_once import FedAvgOnce
 from fedstill.methods.naive_kd import TRANSFER
-from fedstill.records import NOTHING, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
+from fedstill.records import KEEP, SERVER, Carry, Payload, Ran, Reply, Stage, State, Tensors, View, World, many
 from fedstill.registry import method
 from fedstill.work import ClientWork
 
@@ -124,7 +124,7 @@ class Tried(ClientWork):
         return int((logits.argmax(1) == view.data.labels.cpu()).sum())
 
     def end(self, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> tuple[Payload, Payload]:
-        return Payload(right=carry["right"]), NOTHING
+        return Payload(right=carry["right"]), KEEP
 
     def report(self, params: Tensors, carry: Carry, view: View, world: World) -> dict[str, Any]:
         """``right``: of the client's examples, how many each candidate gets right."""

@@ -48,7 +48,7 @@ class QKTLight(QKT):
     head: Literal["auto", "local", "phase1"] = "auto"  # type: ignore[assignment]
     """The head that phase 2 starts from; "auto" is "local" where each client did phase 1 for itself, else "phase1"."""
     phase1: Literal["student", "volunteer"] = "student"
-    """Who does phase 1: each student for itself, or the client with most examples for all."""
+    """Who does phase 1: each student for itself, or the student with most examples for all."""
     phase1_over: Literal["sum", "mean", "same"] = "mean"
     """Whether phase 1, which is naive KD, is the sum over the teachers or their mean; "same": as ``over_teachers``."""
 
@@ -57,7 +57,7 @@ class QKTLight(QKT):
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         if stage.name == TRANSFER and self.phase1 == "volunteer":
-            return self.with_peers(state, client, world) if client == volunteer(state) else None
+            return self.with_peers(state, client, world) if client == volunteer(state, stage.clients) else None
         return super().down(state, client, stage, world)
 
     def joined(self, each: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class Unlabelled(Distilled):
         return {"teachers": self.method.joined(kd(step.logits(), teachers, self.method.temperature))}
 
 
-def volunteer(state: State) -> int:
-    """The client with most examples; of several, the first; -1 if none has fitted a model."""
-    sizes = {c: state.extra.number(f"size.{c}") for c in fitted(state)}
+def volunteer(state: State, among: Sequence[int] | None = None) -> int:
+    """The client with most examples, of all or some; of several, the first; -1 if none has fitted a model."""
+    sizes = {c: state.extra.number(f"size.{c}") for c in fitted(state) if among is None or c in among}
     return max(sizes, key=lambda c: (sizes[c], -c), default=-1)

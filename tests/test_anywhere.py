@@ -1,0 +1,81 @@
+"""Stages that any method may have: where the stage ``fit`` means something, and what it leaves as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from fedstill.census import run_census
+from fedstill.errors import IncompatibleMethod
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.fitting import Fit
+from fedstill.records import Carry, Payload, Ran, Stage, Tensors, View, World
+from fedstill.rounds import run_round
+from fedstill.watch import Unwatched
+
+PLAN = {"epochs": 1, "batch": 50, "lr": 0.05}
+
+
+def ready(method: str, **changes: Any) -> Prepared:
+    return prepare(settle(toys.toy(method, **{"plan": PLAN, **changes})), toys.blobs())
+
+
+@pytest.mark.parametrize("where", ["before", "after", "task_end", "last"])
+def test_models_are_trained_alone_at_the_beginning_or_not_at_all(where: str) -> None:
+    with pytest.raises(IncompatibleMethod, match=r"trains? nothing in stage 'fit'.*topology\.first = 'fit'"):
+        ready("scaffold", topology={"clients": 6, where: "fit"})
+
+
+def test_what_clients_remember_outlives_a_fit() -> None:
+    run = ready("scaffold", topology={"clients": 4, "first": "fit", "after": "fit"}, rounds=1)
+    engine, seen = run.engine(), list[tuple[str, list[bool]]]()
+
+    class Looking(Unwatched):
+        def stage(self, stage: Stage, *rest: Any) -> None:
+            seen.append((stage.name, ["control" in engine.memory.load(c) for c in range(4)]))
+
+    state = run.settings.method.setup(run.world)
+    stages = run.settings.topology(1, run.world)
+    run_round(run.settings.method, state, stages, run.world, engine, Looking(), run.settings.rules)
+    engine.close()
+    assert seen == [("fit", [False] * 4), ("train", [True] * 4), ("fit", [True] * 4)]
+
+
+@pytest.mark.parametrize("name", ["fedavg_once", "local_only", "pfnm"])
+def test_among_peers_a_client_goes_on_from_the_model_it_ended_the_last_task_with(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, ended = dict[tuple[int, int], Tensors](), dict[tuple[int, int], Tensors]()
+    begin, end = Fit.begin, Fit.end
+    now = [0]
+
+    def beginning(self: Fit, down: Payload, memory: Payload, view: View, world: World) -> Carry:
+        carry = begin(self, down, memory, view, world)
+        began[now[0], view.client] = carry.params
+        return carry
+
+    def ending(self: Fit, params: Tensors, carry: Carry, ran: Ran, view: View, world: World) -> Any:
+        ended[now[0], view.client] = params
+        return end(self, params, carry, ran, view, world)
+
+    monkeypatch.setattr(Fit, "begin", beginning)
+    monkeypatch.setattr(Fit, "end", ending)
+    stream = {"kind": "classes", "tasks": 3}
+    method: Any = {"name": name, "gamma": (1.0,), "variance": (1.0, 0.1), "prior_variance": (1.0,)}
+    run = ready(method if name == "pfnm" else name, rounds=3, topology={"clients": 4}, stream=stream, partition="iid")
+    engine = run.engine()
+    state = run_census(run.settings.method.setup(run.world), run.world, engine, Unwatched(), run.settings.rules)
+    while state.round <= 3:
+        now[0] = state.round
+        stages = run.settings.topology(state.round, run.world)
+        state = run_round(run.settings.method, state, stages, run.world, engine, Unwatched(), run.settings.rules)
+    engine.close()
+    for client in range(4):
+        first = run.world.initial(client)
+        assert all(torch.equal(began[1, client][k], first[k]) for k in first)
+        for task in (2, 3):
+            assert all(torch.equal(began[task, client][k], ended[task - 1, client][k]) for k in first)
