@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
+from fedstill.files import short_name
 from fedstill.keys import put_aside, seed_global
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
@@ -50,6 +51,9 @@ def build(spec: ModelSpec) -> nn.Module:
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
     """A module of a name, a file or an import path, with what a spec knows of the data and these fields."""
     entry = registry.lookup("model", name)
+    if isinstance(entry.target, nn.Module):
+        todo = "name its class, or a function that gives it; from Python, Experiment(model=NETWORK) takes one"
+        raise ConfigError(f"model {short_name(name)!r} is a network, not what makes one: {todo}")
     data = {k: v for k, v in handed(entry.target, spec).items() if k not in fields}
     try:
         made = entry.build(**data, **fields)

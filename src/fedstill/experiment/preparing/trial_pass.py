@@ -79,7 +79,7 @@ def said_of(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
     if still := [name for name in every if name in own and name not in trained]:
         yield (
             f"model {spec.label}: {len(still)} of {len(every)} parameters have requires_grad = False ({still[0]}, …), "
-            "and stay as they are; they are sent with the others, unless train_only names those"
+            "and are not trained; they are sent, and change by the rounding of means; with train_only they are neither"
         )
     logits = contract.predictor(spec, own)(two_examples(sites).cpu())
     sums = logits.float().sum(1)

@@ -1,0 +1,162 @@
+"""What two examples tell of a user's network before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import toys
+from fedstill.data.sources import from_tensors
+from fedstill.errors import ConfigError, FedstillError, IncompatibleMethod
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.engine_choice import chosen
+from fedstill.experiment.preparing.prepared import Prepared, prepare
+from fedstill.experiment.running.cautions import cautions
+from fedstill.experiment.running.runner import run
+from fedstill.models import contract
+from fedstill.models.probing import built_size
+from fedstill.registry import names, register
+
+pytestmark = pytest.mark.usefixtures("with_threads")
+
+
+class Halves(nn.Module):
+    """A body, a head, and what a subclass does between and after them."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Flatten(), nn.Linear(16, 8)), nn.Linear(8, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x))
+        return y
+
+
+@register("model", "toy_between")
+class Between(Halves):
+    """A ReLU that is in neither part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x).relu())
+        return y
+
+
+@register("model", "toy_softmax")
+class Probabilities(Halves):
+    """Gives probabilities."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(1)
+
+
+@register("model", "toy_still_body")
+class StillBody(Halves):
+    """Its body is not to be trained."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.body.requires_grad_(False)
+
+
+@register("model", "toy_still")
+class Still(Halves):
+    """Nothing of it is to be trained."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.requires_grad_(False)
+
+
+@register("model", "toy_branching")
+class Branching(Halves):
+    """Looks at the numbers of its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x if x.sum() > 1e9 else x)
+
+
+def ready(model: str, method: str = "fedavg", **changes: object) -> Prepared:
+    return prepare(settle(toys.toy(method, model=model, **changes)), toys.blobs())
+
+
+@pytest.mark.parametrize("changes", [{"method": "moon"}, {"measure": ("tsne",)}])
+def test_features_of_a_network_that_is_not_its_parts_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(IncompatibleMethod, match=r"toy_between: forward\(x\) is not head\(body\(x\)\)"):
+        ready("toy_between", **changes)  # type: ignore[arg-type]
+    assert ready("toy_between")
+    assert ready("toy_still_body", **changes)  # type: ignore[arg-type]
+
+
+def test_probabilities_are_said() -> None:
+    (line,) = (said for said in cautions(ready("toy_softmax")) if "toy_softmax" in said)
+    assert line.startswith("model toy_softmax gives probabilities, it seems")
+    assert not [said for said in cautions(ready("toy_branching")) if "toy_branching" in said]
+
+
+METHODS = ("fedavg", "scaffold", "feddyn", "fednova", "fedprox", "fedcurv", "moon", "fedavgm", "feddc", "fedsam")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ["serial", "vectorised"])
+def test_what_its_constructor_leaves_without_gradient_stays_as_it_is(method: str, engine: str, tmp_path: Path) -> None:
+    result = run(toys.toy(method, model="toy_still_body", engine=engine, rounds=2), tmp_path / "run", data=toys.blobs())
+    start = ready("toy_still_body", method).world.initial(-1)
+    moved = {k for k, v in result.model.items() if not torch.allclose(v, start[k], rtol=1e-5, atol=1e-7)}
+    assert moved == {"head.weight", "head.bias"}
+
+
+def test_it_is_said_how_many_stay() -> None:
+    (line,) = (said for said in cautions(ready("toy_still_body")) if "requires_grad" in said)
+    assert line.startswith("model toy_still_body: 2 of 4 parameters have requires_grad = False (body.1.weight, …)")
+
+
+def test_a_network_of_which_nothing_is_to_be_trained_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no parameter of model toy_still is to be trained"):
+        ready("toy_still")
+    assert ready("toy_still", plan={"epochs": 0})
+
+
+def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
+    prepared = ready("toy_branching", engine="auto")
+    assert prepared.settings.engine == "pooled"
+    kind, why = chosen(prepared.settings, prepared.world, 300)
+    assert (kind, why.split(":")[0]) == ("pooled", "model toy_branching cannot run under torch.func.vmap")
+    with pytest.raises(ConfigError, match="cannot stack these clients: model toy_branching cannot run under"):
+        ready("toy_branching", engine="vectorised")
+    assert ready("toy_softmax", engine="auto").settings.engine == "vectorised"
+
+
+def test_a_network_that_grows_too_large_with_images_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(*_: object) -> None:
+        raise AssertionError("it was built")
+
+    values, labels = torch.zeros(10, 3, 512, 512, dtype=torch.uint8), torch.arange(10) % 2
+    data = from_tensors("large", (values, labels), (values[:2], labels[:2]), classes=["a", "b"])
+    settings = settle(toys.toy(model="cnn", partition="iid", topology={"clients": 2}))
+    monkeypatch.setattr(contract, "module", built)
+    with pytest.raises(ConfigError, match=r" has 536,926,146 parameters on images of 512 x 512: set data"):
+        prepare(settings, data)
+
+
+def test_the_size_of_the_librarys_networks_is_told_by_shapes() -> None:
+    told = 0
+    for name in names("model"):
+        if name.startswith(("toy_", "low_rank", "wrapped")) or ":" in name:
+            continue
+        spec = contract.spec_for(name, (3, 32, 32), 10)
+        try:
+            whole = sum(v.numel() for v in contract.module(spec).parameters())
+        except FedstillError:  # one that takes no images, or is made of another
+            continue
+        told += 1
+        assert built_size(spec) == whole, name
+    assert told > 8
+
+
+def test_a_network_that_exists_in_a_file_is_none_that_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from torch import nn\n\nnet = nn.Sequential(nn.Flatten(), nn.Linear(16, 5))\n")
+    with pytest.raises(ConfigError, match=r"net\.py:net' is a network, not what makes one"):
+        ready(f"{tmp_path / 'net.py'}:net")
