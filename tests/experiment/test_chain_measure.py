@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,10 +15,14 @@ from fedstill.engines import serial
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.measures.chain import _share as share_of
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.models import contract
+from fedstill.records import Stage
+from fedstill.report.chain_hops import read_hops
+from fedstill.report.groups import groups
 from run_bits import stopped
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
@@ -72,6 +78,54 @@ def test_it_is_the_same_after_a_resume_at_any_hop(tmp_path: Path) -> None:
         resume(parts, data=toys.blobs())
         ours, theirs = (without_times(read_journal(f / "journal.jsonl")) for f in (parts, tmp_path / "whole"))
         assert ours == theirs
+
+
+def test_over_tasks_it_looks_at_what_the_previous_client_had_in_its_own_task(tmp_path: Path) -> None:
+    """In round 2 all are in another task, of whose data the last client of round 1 has seen none."""
+    what = toy(stream={"kind": "classes", "tasks": 2}, topology={**CHAIN, "sampled": 2})
+    run(what, tmp_path / "run", data=toys.blobs())
+    ready, events = prepare(settle(what), toys.blobs()), looked(tmp_path / "run")
+    assert [e["round"] for e in events] == [1, 1, 2, 2]
+    before, crossed = events[1], events[2]
+    assert crossed["previous"] == before["client"]
+    own = ready.sites.view(before["client"], Stage(1, 1, "train", (before["client"],), hop=True)).data
+    later = ready.sites.view(before["client"], Stage(2, 0, "train", (before["client"],), hop=True)).data
+    assert not set(own.labels.tolist()) & set(later.labels.tolist())
+    assert crossed["handed_over"] > 0.5, "the model that it left knows the classes that it has seen"
+    assert crossed["handed_over"] * len(own) == pytest.approx(round(crossed["handed_over"] * len(own)))
+
+
+def test_a_client_that_is_not_there_any_more_is_looked_at_in_the_round_in_which_it_was(tmp_path: Path) -> None:
+    """The last client has examples of class 0 alone, and so none in the second task."""
+
+    def first_class_last(labels: np.ndarray, clients: int) -> list[np.ndarray]:
+        return [*np.array_split(np.flatnonzero(labels), clients - 1), np.flatnonzero(labels == 0)]
+
+    what = toy(
+        partition=first_class_last,
+        topology={"kind": "sequential", "clients": 3, "order": "fixed"},
+        stream={"kind": "classes", "tasks": 2, "order": [[0, 1], [2, 3, 4]], "compose": "clients_first"},
+    )
+    run(what, tmp_path / "run", data=toys.blobs())
+    crossed = looked(tmp_path / "run")[3]
+    assert (crossed["round"], crossed["client"], crossed["previous"]) == (2, 0, 2)
+    assert crossed["handed_over"] == 1.0, "its model answers with the one class that it trained on last"
+
+
+def test_of_no_examples_nothing_is_known(tmp_path: Path) -> None:
+    ready = prepare(settle(toy()), toys.blobs())
+    room = ready.room(None, None)
+    assert room is not None
+    none = room.test.take(torch.arange(0))
+    assert share_of(ready.world.initial(0), none, room) is None
+    run(toy(rounds=1), tmp_path / "run", data=toys.blobs())
+    path = tmp_path / "run" / "journal.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    emptied = [{**e, "kept": None, "handed_over": None} if e.get("stage") == 1 and "kept" in e else e for e in lines]
+    path.write_text("".join(f"{json.dumps(e)}\n" for e in emptied))
+    (group,) = groups([tmp_path / "run"])
+    (hops,) = read_hops(group)
+    assert (list(hops.accuracy), list(hops.kept)) == ([1, 2, 3], [3]), "the page leaves it out"
 
 
 def test_after_a_failed_link_the_previous_client_is_the_last_that_trained(

@@ -102,7 +102,7 @@ def _take(look: Look, by_run: dict[int, Hops]) -> None:
         into.accuracy[hop] = [None if v is None else float(v) for v in event["class_accuracy"]]
         if len(into.accuracy[hop]) != len(look.run.classes):
             raise ValueError(f"class_accuracy must have {len(look.run.classes)} numbers")
-        if "kept" in event:
+        if event.get("kept") is not None:  # a client without examples knows none of its own
             into.handed_over[hop], into.kept[hop] = float(event["handed_over"]), float(event["kept"])
 
 

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.compared import comparable, is_global, layers
 from fedstill.metrics.local_models import over_clients
 from fedstill.metrics.unit_alignment import alignment, preferred_classes
 from fedstill.records import Tensors
@@ -21,11 +22,14 @@ class Alignment(Measure):
     Reading: the paper lists layers of 512 and 128 units; its network has the one of 512 only, which is "features".
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """Alignment of each layer between the received global model and each local one, and with the new global one."""
-        locals_ = seen.local_models
+        """Alignment of each layer between the received global model and each local one, and with the new global one.
+
+        ``global`` is None where the new one is another network.
+        """
+        locals_ = comparable(seen, room)
         if not locals_:
             return None
 
@@ -33,7 +37,8 @@ class Alignment(Measure):
             outputs = layers(room, params, room.test)
             return {k: preferred_classes(v, room.test.labels, room.world.classes) for k, v in outputs.items()}
 
-        start, end = classes(seen.before.params), classes(seen.after.params)
+        start = classes(seen.before.params)
+        end = classes(seen.after.params) if is_global(seen.after, room) else None
         own = {client: classes(params) for client, params in locals_.items()}
         out = {}
         for layer in start:
@@ -42,7 +47,7 @@ class Alignment(Measure):
             out[layer] = {
                 "local": spread[""],
                 "local_std": spread["_std"],
-                "global": alignment(start[layer], end[layer]),
+                "global": alignment(start[layer], end[layer]) if end else None,
                 "clients": each,
             }
         return {"clients": list(own), "layers": out}

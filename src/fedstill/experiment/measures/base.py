@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -17,6 +17,7 @@ from fedstill.data.inputs import Inputs
 from fedstill.engines.client_measures import AtClient, ClientMeasures
 from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
+from fedstill.experiment.measures.whole_models import WholePasses, whole
 from fedstill.files import make_folder, write_whole
 from fedstill.keys import generator, seed_for
 from fedstill.method import Method
@@ -38,7 +39,7 @@ class Happened:
     """A stage that is done: its accepted replies, what was sent down, the state before and after it.
 
     ``ends_round``: no stage comes after it in this round; ``ends_run``: nor in any other. ``previous``: in a chain, the
-    client whose model was handed over, None for the very first.
+    client whose model was handed over, None for the very first; ``previous_round``: in which round it acted.
     """
 
     stage: Stage
@@ -49,6 +50,7 @@ class Happened:
     ends_round: bool
     ends_run: bool
     previous: int | None = None
+    previous_round: int | None = None
 
     @property
     def local_models(self) -> dict[int, Tensors]:
@@ -103,8 +105,13 @@ class Room:
         return self.world.model(SERVER)
 
     def passes(self) -> ModelPasses:
-        """Passes of that architecture over examples."""
-        return ModelPasses(self.spec, self.inputs)
+        """Passes of that architecture over examples. They refuse a model that lacks an entry."""
+        return WholePasses(self.spec, self.inputs)
+
+    def predictor(self, params: Tensors, client: int = SERVER) -> contract.Predictor:
+        """What a model answers, of a client's architecture. Raises FedstillError for one that lacks an entry."""
+        spec = self.world.model(client)
+        return contract.predictor(spec, whole(spec, params))
 
     def some(self, size: int) -> Examples:
         """``size`` test examples, the same in every round and run, with the classes' shares kept."""
@@ -113,8 +120,7 @@ class Room:
     def accuracy_by_class(self, params: Tensors, data: Examples) -> Values:
         """Accuracy on the examples of each class (C,); NaN for a class without any."""
         totals = torch.bincount(data.labels.cpu(), minlength=self.world.classes)
-        predict = contract.predictor(self.spec, params)
-        return class_accuracy(correct_by_class(predict, data, self.inputs, self.world.classes), totals)
+        return class_accuracy(correct_by_class(self.predictor(params), data, self.inputs, self.world.classes), totals)
 
     def draw(self, purpose: str) -> torch.Generator:
         """Random numbers for a purpose: the same in every round, so that rounds and models can be compared."""
@@ -136,13 +142,15 @@ class Measure:
     work is done, where a common server would not see their models; its fields are in the clients' events, and
     ``of_round`` sums them up in the event of the round.
 
-    ``needs``: "chain" (clients one after another), "test" (a common test set), "local_models" (replies that hold models
+    ``needs``: "chain" (clients one after another), "side_by_side" (two or more in a stage, which send models), "test"
+    (a common test set), "global_model" (a server that has one from the start), "local_models" (replies that hold models
     of one architecture), "features" (a model with a body), "plane" (features of two numbers), "queries" (clients that
     ask), "client_data" (only a simulation has them), "test_at_clients" (so that clients can measure), "epochs" (clients
     that train on their data), "held_out" (examples that clients hold out, or public ones with labels), "uploads"
     (replies with models, or with logits of models that clients keep in this process).
     ``each_epoch``: it looks once before and once after every local epoch.
-    ``only_last``: it looks once, at the end of the run, because it is a picture or takes long.
+    ``only_last``: it looks once, because it is a picture or takes long: after the run's last stage, or with
+    "local_models" after the last one in which clients send models.
     ``at_sites``: real sites take it too, on data of their own; what ``at_client`` gives then leaves the site.
     ``gives``: the names of the fields that ``at_client`` gives. A server takes no others over a network; from a run
     with a measure that does not name its own, any.
@@ -219,24 +227,6 @@ def seconds_at_clients(events: Sequence[Mapping[str, Any]], names: Sequence[str]
     if "local" in spent and not any("seconds_local" in e for e in events):
         spent["local"] = sum(e.get("seconds_measuring") or 0.0 for e in events) - sum(spent.values())
     return {name: seconds for name, seconds in spent.items() if seconds > 0}
-
-
-def named_models(seen: Happened, most: int) -> Iterator[tuple[str, Tensors]]:
-    """The model that was received, at most ``most`` local ones (lowest ids first), and the new global one."""
-    yield "received", seen.before.params
-    for client, params in sorted(seen.local_models.items())[:most]:
-        yield f"client {client}", params
-    yield "aggregated", seen.after.params
-
-
-def layers(room: Room, params: Tensors, images: Examples) -> dict[str, Tensor]:
-    """Outputs of the last hidden layer, "features" (n, D), and of the classifier, "classifier" (n, C)."""
-    passes = room.passes()
-    features = passes.features(params, images)
-    network = contract.module(room.spec, "frozen").eval()
-    with torch.no_grad():
-        logits = contract.head(network, {k: v.to(features.device) for k, v in params.items()}, features)
-    return {"features": features, "classifier": logits}
 
 
 def rounded_lists(numbers: Tensor, digits: int) -> list[Any]:

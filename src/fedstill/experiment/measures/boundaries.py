@@ -8,8 +8,9 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from fedstill.engines.passes import ModelPasses, correct_by_class
+from fedstill.engines.passes import correct_by_class
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, rounded_lists
+from fedstill.experiment.measures.whole_models import WholePasses
 from fedstill.metrics import class_accuracy
 from fedstill.models import contract
 from fedstill.records import Tensors
@@ -53,12 +54,12 @@ class Boundaries(Measure):
         images = images if len(images) <= IMAGES else images.take(torch.arange(IMAGES) * len(images) // IMAGES)
         if len(images) < 2:
             return None
-        features = ModelPasses(spec, room.inputs).features(params, images).cpu()
+        features = WholePasses(spec, room.inputs).features(params, images).cpu()
         places, ends, plane = _plane(features)
         with torch.no_grad():
             classes = contract.head(contract.module(spec, "frozen").eval(), _cpu(params), plane).argmax(1)
         totals = torch.bincount(room.test.labels.cpu(), minlength=room.world.classes)
-        right = correct_by_class(contract.predictor(spec, params), room.test, room.inputs, room.world.classes)
+        right = correct_by_class(room.predictor(params, client), room.test, room.inputs, room.world.classes)
         each = class_accuracy(right, totals).tolist()
         return {
             "client": client,

@@ -18,7 +18,7 @@ from fedstill.records import SERVER, Stage, World
 from fedstill.wire.privacy import GROUP
 
 NEEDS = frozenset(
-    {"chain", "test", "local_models", "uploads", "features", "plane", "queries"}
+    {"chain", "side_by_side", "test", "global_model", "local_models", "uploads", "features", "plane", "queries"}
     | {"client_data", "test_at_clients", "epochs", "held_out"}
 )
 """What a measure may need."""
@@ -79,6 +79,7 @@ def check_fit(chosen: Mapping[str, Measure], setting: MeasuredRun) -> None:
     """Raises IncompatibleMethod, by name, for a measure that needs what the method, model or setting lacks."""
     for name, measure in chosen.items():
         why = next((w for need in sorted(measure.needs) if (w := _lacks(need, setting))), "")
+        why = why or _never_looks(measure, setting)
         if why:
             raise IncompatibleMethod(f"measure {name}: {why}, or leave it out of measure")
 
@@ -89,6 +90,10 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
         return "it looks at a client that asked; set query.draw = 'single', 'multi' or 'all', or write [query.classes]"
     if need == "chain" and not any(stage.hop for stage in setting.schedule):
         return "it looks at clients one after another; set topology.kind = 'sequential'"
+    if need == "side_by_side" and not any(len(s.clients) > 1 and _sends_models(s, setting) for s in setting.schedule):
+        return "no two clients send models in one stage; set topology.kind = 'parallel' and topology.sampled above 1"
+    if need == "global_model" and not setting.method.setup(world).params:
+        return f"the server of method {setting.name} has no model of its own; choose a method whose server has one"
     if need == "local_models":
         if not any(_sends_models(stage, setting) for stage in setting.schedule):
             return f"clients of method {setting.name} send no models; choose a method whose clients do"
@@ -114,8 +119,27 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
     return ""
 
 
+def _never_looks(measure: Measure, setting: MeasuredRun) -> str:
+    ends = [stage for stage in setting.schedule if stage.round == setting.schedule[-1].round]
+    if not measure.only_last or looks_last(measure, ends, setting.method, setting.world) is not None:
+        return ""
+    name = setting.name
+    return (
+        f"it looks in the last round, where clients of method {name} send no models; choose a method whose clients do"
+    )
+
+
+def looks_last(measure: Measure, stages: Sequence[Stage], method: Method, world: World) -> int | None:
+    """In which of the last round's stages a measure with ``only_last`` looks; None if there is nothing to see in any.
+
+    That is the last stage; with the need "local_models", the last in which clients send models.
+    """
+    seen = [s for s in stages if "local_models" not in measure.needs or "params" in _sent(s, method, world)]
+    return seen[-1].index if seen else None
+
+
 def _no_uploads(setting: MeasuredRun) -> str:
-    sent = set().union(*(_sent(stage, setting) for stage in setting.schedule))
+    sent = set().union(*(_sent(stage, setting.method, setting.world) for stage in setting.schedule))
     if "params" in sent:
         return ""
     if GROUP not in sent:
@@ -131,14 +155,14 @@ def _no_uploads(setting: MeasuredRun) -> str:
     return "" if setting.remembered else "with engine = 'flower' it does not see models behind logits; choose another"
 
 
-def _sent(stage: Stage, setting: MeasuredRun) -> set[str]:
+def _sent(stage: Stage, method: Method, world: World) -> set[str]:
     """The groups that clients send in a stage."""
     client = stage.clients[0]
-    return set() if client == SERVER else set(acting(setting.method, stage).expects(client, stage, setting.world))
+    return set() if client == SERVER else set(acting(method, stage).expects(client, stage, world))
 
 
 def _sends_models(stage: Stage, setting: MeasuredRun) -> bool:
-    return "params" in _sent(stage, setting)
+    return "params" in _sent(stage, setting.method, setting.world)
 
 
 def _holds_out(stage: Stage, world: World) -> bool:

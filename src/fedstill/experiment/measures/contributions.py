@@ -33,7 +33,6 @@ from fedstill.metrics.shapley import (
     moved_classes,
     two_ends,
 )
-from fedstill.models import contract
 from fedstill.records import SERVER, Examples, Reply, Tensors
 from fedstill.registry import register
 
@@ -165,7 +164,7 @@ def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
 
 
 def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tensor:
-    return accuracies_of(contract.predictor(room.world.model(client), params), data, room)
+    return accuracies_of(room.predictor(params, client), data, room)
 
 
 def _weights(seen: Happened) -> Tensor:
@@ -205,10 +204,9 @@ def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals:
         return tuple(torch.tensor(reply.metrics[k], dtype=torch.float64) / totals for k in Contributions.gives)
     if reply.client == SERVER or "params" not in reply.up:
         return ()
-    spec = room.world.model(reply.client)
     own = answered(seen.before).get(reply.client) or fitted(seen.before).get(reply.client)
     ends = (own or room.world.initial(reply.client), reply.up.params)
-    return tuple(accuracies_of(contract.predictor(spec, params), data, room) for params in ends)
+    return tuple(_by_class(room, reply.client, params, data) for params in ends)
 
 
 def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.compared import comparable
 from fedstill.metrics.distances import distribution_distance, weight_divergence
 from fedstill.metrics.local_models import over_clients
 from fedstill.models import contract
@@ -20,11 +21,11 @@ class Divergence(Measure):
     Reading: w in ``||w - w_k||`` and A_G are the global model that the client received, not the mean after it.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """The three distances of each client, and their means."""
-        locals_ = seen.local_models
+        locals_ = comparable(seen, room)
         if not locals_:
             return None
         start, names = seen.before.params, sorted(contract.trainable_names(room.spec))

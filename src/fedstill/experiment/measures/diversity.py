@@ -8,6 +8,7 @@ import torch
 
 from fedstill.data.inputs import SHARD
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.compared import comparable
 from fedstill.losses import cross_entropy
 from fedstill.metrics.distances import gradient_diversity
 from fedstill.models import contract
@@ -25,11 +26,11 @@ class Diversity(Measure):
     method did to it. Source: FedNTD, eq. 8.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "client_data"})
+    needs: ClassVar[frozenset[str]] = frozenset({"side_by_side", "test", "global_model", "local_models", "client_data"})
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Both diversities over the clients of the stage; None for a stage of one client."""
-        locals_ = seen.local_models
+        locals_ = comparable(seen, room)
         if len(locals_) < 2:
             return None
         start = seen.before.params

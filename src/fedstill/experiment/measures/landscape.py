@@ -10,10 +10,11 @@ from torch import Tensor
 
 from fedstill.engines.passes import shards
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.whole_models import whole
 from fedstill.losses import cross_entropy
 from fedstill.metrics import loss_surface
 from fedstill.models import contract
-from fedstill.records import Examples, Tensors
+from fedstill.records import Examples, ModelSpec, Tensors
 from fedstill.registry import register
 
 IMAGES, STEPS, DRAWS, DIGITS = 200, 11, 3, 5
@@ -32,18 +33,21 @@ class Landscape(Measure):
     Source: FedNTD, figure 14, after PyHessian; Li et al., "Visualizing the Loss Landscape of Neural Nets" (2018).
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """For each of the two models: losses (11, 11) in each plane, and (scales,) under noise."""
         locals_ = seen.local_models
-        if not locals_:
+        if not locals_ or not seen.after.params:
             return None
         client = min(locals_)
-        models = {"aggregated": seen.after.params, f"client {client}": locals_[client]}
-        loss = mean_loss(room, room.some(IMAGES))
-        around = {name: _around(room, loss, params) for name, params in models.items()}
+        models = {
+            "aggregated": (seen.after.model or room.spec, seen.after.params),
+            f"client {client}": (room.world.model(client), locals_[client]),
+        }
+        images = room.some(IMAGES)
+        around = {name: _around(room, spec, images, whole(spec, params)) for name, (spec, params) in models.items()}
         return {"axis": list(AXIS), "scales": list(SCALES), "models": around}
 
     def examples(self, test: int, clients: int, own: int) -> int:
@@ -51,9 +55,9 @@ class Landscape(Measure):
         return 2 * min(test, IMAGES) * (2 * STEPS**2 + DRAWS * len(SCALES) + 2 * 6 * PRODUCTS)
 
 
-def mean_loss(room: Room, images: Examples) -> Callable[[Tensors], Tensor]:
-    """parameters -> mean cross-entropy () on these images, which can be derived twice."""
-    network = contract.module(room.spec, "frozen").eval()
+def mean_loss(room: Room, images: Examples, spec: ModelSpec | None = None) -> Callable[[Tensors], Tensor]:
+    """parameters of a network, the server's if none is named -> mean cross-entropy () on images, derivable twice."""
+    network = contract.module(spec or room.spec, "frozen").eval()
     parts = list(shards(images.values, room.inputs))
     device = images.values.device
 
@@ -65,9 +69,8 @@ def mean_loss(room: Room, images: Examples) -> Callable[[Tensors], Tensor]:
     return loss
 
 
-def _around(room: Room, loss: Callable[[Tensors], Tensor], params: Tensors) -> dict[str, Any]:
-    names = contract.trainable_names(room.spec)
-    draw = room.draw("landscape")
+def _around(room: Room, spec: ModelSpec, images: Examples, params: Tensors) -> dict[str, Any]:
+    loss, names, draw = mean_loss(room, images, spec), contract.trainable_names(spec), room.draw("landscape")
     a, b = (loss_surface.filter_normalised(params, names, draw) for _ in range(2))
     noises = [loss_surface.gaussian(params, names, draw) for _ in range(DRAWS)]
     (first, x), (second, y) = loss_surface.curvature(loss, params, names, draw, top=2, most=PRODUCTS)

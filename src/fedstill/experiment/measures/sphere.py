@@ -8,7 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, named_models
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.compared import comparable, named_models
 from fedstill.registry import register
 
 MODELS, BINS = 3, 72
@@ -22,17 +23,17 @@ class Sphere(Measure):
     Source: FedNTD, appendix N, figure 18.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features", "plane"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features", "plane"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """(models, C, bins) counts of test examples; bin 0 begins at -180 degrees."""
-        if not seen.local_models:
+        if not comparable(seen, room):
             return None
         labels, passes = room.test.labels.cpu(), room.passes()
         counts = {
             name: directions(passes.features(p, room.test).cpu(), labels, room.world.classes)
-            for name, p in named_models(seen, MODELS)
+            for name, p in named_models(seen, room, MODELS)
         }
         return {"models": list(counts), "counts": [v.tolist() for v in counts.values()]}
 

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from threadpoolctl import threadpool_limits
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, named_models, rounded_lists
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, rounded_lists
+from fedstill.experiment.measures.compared import comparable, named_models
 from fedstill.registry import register
 
 IMAGES, MODELS, DIGITS = 200, 10, 1
@@ -23,15 +24,15 @@ class JointTSNE(Measure):
     Source: FedNTD, appendix O, figures 19 to 21.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """Labels (n,) of the images, names of the models, and coordinates (models, n) of each image under each."""
-        if not seen.local_models:
+        if not comparable(seen, room):
             return None
         images, passes = room.some(IMAGES), room.passes()
-        models = dict(named_models(seen, MODELS))
+        models = dict(named_models(seen, room, MODELS))
         each = {name: passes.features(p, images).cpu() for name, p in models.items()}
         features = torch.cat(list(each.values()))
         places = embedded(features, int(room.draw("tsne").initial_seed() % 2**32))

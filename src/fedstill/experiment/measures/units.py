@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room, layers, named_models
+from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
+from fedstill.experiment.measures.compared import comparable, layers, named_models
 from fedstill.metrics.unit_alignment import preferred_classes
 from fedstill.registry import register
 
@@ -18,20 +19,18 @@ class Units(Measure):
     At most ten local models, at the end of the run. Source: FedNTD, figure 17.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"test", "local_models", "features"})
+    needs: ClassVar[frozenset[str]] = frozenset({"test", "global_model", "local_models", "features"})
     only_last: ClassVar[bool] = True
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
         """(models, U) class ids."""
+        if not comparable(seen, room):
+            return None
         preferred = {
             name: preferred_classes(layers(room, p, room.test)["features"], room.test.labels, room.world.classes)
-            for name, p in named_models(seen, MODELS)
+            for name, p in named_models(seen, room, MODELS)
         }
-        return (
-            {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
-            if seen.local_models
-            else None
-        )
+        return {"models": list(preferred), "classes": [v.tolist() for v in preferred.values()]}
 
     def examples(self, test: int, clients: int, own: int) -> int:
         """The test set at each model."""

@@ -10,6 +10,8 @@ from fedstill.engines.lent import Lent
 from fedstill.engines.returned import journal_fields
 from fedstill.errors import FedstillError
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Reports, Room
+from fedstill.experiment.measures.choose import looks_last
+from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.keys import drawing_from, seed_for
 from fedstill.origin import reason
 from fedstill.records import SERVER
@@ -20,18 +22,28 @@ EVENT = frozenset({"event", "measure", "round", "stage", "name", "seconds"})
 """Fields of an event that say what happened where: no measure gives one of these names."""
 
 
+def when_they_look(measures: Mapping[str, Measure], prepared: Prepared) -> dict[str, tuple[int, int]]:
+    """By name, of measures that look once: the round and the stage in which they do."""
+    last, world = prepared.settings.rounds, prepared.world
+    stages, method = prepared.settings.topology(last, world), prepared.settings.method
+    once = {n: looks_last(m, stages, method, world) for n, m in measures.items() if m.only_last}
+    return {name: (last, index) for name, index in once.items() if index is not None}
+
+
 def looked(name: str, measure: Measure, seen: Happened, room: Room) -> Numbers | None:
     """What a measure sees in a finished stage; raises FedstillError, with its place, if it fails."""
     world, stage, shown = room.world, seen.stage, _shown(seen)
+    where = f"round {stage.round}, stage {stage.name!r}"
     try:
         with drawing_from(seed_for(world.seed, stage.round, stage.index, SERVER, f"measure {name}")):
             given = measure.look(seen, room)
         shown.check(measure.look)
+        if given is None and measure.only_last:
+            log.warning("measure %s looks once, in %s, and there was nothing to see", name, where)
         return None if given is None else journal_fields(measure.look, given, EVENT)
     except FedstillError:
         raise
     except Exception as error:
-        where = f"round {seen.stage.round}, stage {seen.stage.name!r}"
         raise FedstillError(f"{where}: measure {name} failed: {reason(error, measure)}") from error
 
 

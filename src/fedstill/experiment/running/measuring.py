@@ -17,7 +17,7 @@ from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clie
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.about_data import sealed_examples, told_of_data
-from fedstill.experiment.running.asking_measures import looked, summed_by_measures
+from fedstill.experiment.running.asking_measures import looked, summed_by_measures, when_they_look
 from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
@@ -53,7 +53,7 @@ class Measuring:
     _before: Accuracies = ()  # accuracies by class after the last round
     _best: Accuracies = ()  # of all rounds so far
     _replies: list[dict[str, Any]] = field(default_factory=list)
-    _acted: list[int] = field(default_factory=list)  # the last two clients whose replies were accepted
+    _acted: list[tuple[int, int]] = field(default_factory=list)  # the last two links of a chain: client, round
     _cpu: float = field(default_factory=time.process_time)  # this process's CPU seconds when the last round ended
 
     def __post_init__(self) -> None:
@@ -62,6 +62,7 @@ class Measuring:
         self.budget = (TrainingBudget if settings.privacy.trains else Budget).of(self.prepared)
         self.rounds = settings.measured_in
         self._hops = {s.name for s in settings.topology(1, self.prepared.world) if s.hop}
+        self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
         self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
@@ -124,10 +125,11 @@ class Measuring:
         room = replace(room, world=as_asked(room.world, seen.after))
         torch.set_num_threads(self.prepared.settings.threads[1])
         if seen.stage.hop and seen.replies:
-            seen = replace(seen, previous=self._acted[0] if len(self._acted) == 2 else None)
+            client, round = self._acted[0] if len(self._acted) == 2 else (None, None)
+            seen = replace(seen, previous=client, previous_round=round)
         where = {"round": seen.stage.round, "stage": seen.stage.index, "name": seen.stage.name}
         for name, measure in self.measures.items():
-            if measure.only_last and not seen.ends_run:
+            if measure.only_last and (seen.stage.round, seen.stage.index) != self._last.get(name):
                 continue
             began = time.perf_counter()
             fields = looked(name, measure, seen, room)
@@ -231,7 +233,8 @@ class Measuring:
         for name, seconds in seconds_at_clients(events, list(self.measures)).items():  # the stage's already
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self.queried.note(events)
-        accepted = [e["client"] for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]
+        done = [e for e in events if not {"refused", "idle"} & e.keys() and e["name"] in self._hops]
+        accepted = [(e["client"], e["round"]) for e in done]
         self._acted = [*self._acted, *accepted][-2:]
 
 
