@@ -90,6 +90,16 @@ def test_features_of_a_network_that_is_not_its_parts_are_refused(changes: dict[s
     assert ready("toy_still_body", **changes)  # type: ignore[arg-type]
 
 
+def test_plans_that_need_scores_need_held_out_data() -> None:
+    with pytest.raises(ConfigError, match=r"^plan\.train\.keep = 'best' needs held-out data, .*: set plan\.train\.val"):
+        ready("toy_softmax", plan={"keep": "best"})
+    assert ready("toy_softmax", plan={"keep": "best", "validation": 0.2, "patience": 1})
+    said = [line for line in cautions(ready("toy_branching", plan={"patience": 2})) if "patience" in line]
+    assert said == [
+        "plan.train.patience = 2 does nothing without held-out data to score by; set plan.train.validation, 0.1 say"
+    ]
+
+
 def test_probabilities_are_said() -> None:
     (line,) = (said for said in cautions(ready("toy_softmax")) if "toy_softmax" in said)
     assert line.startswith("model toy_softmax gives probabilities, it seems")

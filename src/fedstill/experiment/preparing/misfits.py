@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
-from fedstill.records import SERVER, ModelSpec, Stage
+from fedstill.records import SERVER, ModelSpec, Plan, Stage
 from fedstill.ridge import RIDGE, no_linear_head
 from fedstill.work import ClientWork
 
@@ -59,7 +59,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         refuse_huge(spec)
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     _check_stages(method, name, kind, {s.name for s in schedule}, world.plans)
-    _check_hooks(method, name, schedule)
+    _check_hooks(method, name, schedule, world.plans)
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
@@ -94,14 +94,23 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     refuse_lone_examples(settings, world, sites)
 
 
-def _check_hooks(method: Method, name: str, schedule: Sequence[Stage]) -> None:
-    """Raise ConfigError for what is misspelt in a user's ClientWork; the method itself is checked with its config."""
+def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Mapping[str, Plan]) -> None:
+    """Raise ConfigError for what is misspelt in a user's ClientWork; the method itself is checked with its config.
+
+    And for a plan that keeps the best epoch of a work which scores on held-out data, where none are held out.
+    """
     for stage in {stage.name: stage for stage in schedule}.values():  # a chain has one of each client
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
         if isinstance(work, ClientWork):
             refuse_uncalled(f"method {name}", work, Method)
+            plan = plans.get(stage.name)
+            if plan and plan.keep == "best" and not plan.validation and type(work).score is ClientWork.score:
+                raise ConfigError(
+                    f"plan.{stage.name}.keep = 'best' needs held-out data, of which each epoch's score is: "
+                    f"set plan.{stage.name}.validation, 0.1 say"
+                )
 
 
 def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans: Collection[str]) -> None:

@@ -27,6 +27,10 @@ def cautions(prepared: Prepared) -> Iterator[str]:
     sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
         yield from said_of(spec, sites)
+    for stage, plan in world.plans.items():
+        if plan.patience and not plan.validation:
+            how = f"set plan.{stage}.validation, 0.1 say"
+            yield f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score by; {how}"
     if prepared.settings.on_sites:
         return
     yield from _of_names(prepared)
