@@ -58,7 +58,13 @@ def runs(process: Any) -> bool:
         return False
 
 
-CHILD = "from fedstill.deploy.supervising import end_with_parent as end; import time; end(); print(1, flush=True); time.sleep(600)"
+CHILD = """
+import time
+from fedstill.deploy.supervising import end_with_parent
+end_with_parent()
+print(1, flush=True)
+time.sleep(600)
+"""
 PARENT = f"""
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}], start_new_session=True)
