@@ -168,6 +168,7 @@ class View:
     passes: Passes
     query: tuple[int, ...] = ()  # the classes that this client asks for
     tests: Mapping[int, Examples] = field(default_factory=dict)  # of a real site with tasks: its own test set of each
+    head: Tensor | None = None  # (C,) bool, the outputs that take part in the stage's training; None: all
 
     @property
     def proportions(self) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fedstill.losses import cross_entropy
 from fedstill.records import KEEP, NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
+from fedstill.stream import OFF
 
 
 class ClientWork:
@@ -63,12 +64,16 @@ class ClientWork:
     def score(self, params: Tensors, view: View) -> float | None:
         """How good these parameters are, once an epoch, for early stopping: accuracy on the client's held-out data.
 
-        None where there is none, as with the server and a client of one example: all epochs run, and the last counts.
+        An output that takes no part in training is no answer. None where nothing is held out, as by the server and a
+        client of one example: all epochs run, and the last counts.
         """
         held = view.validation
         if held is None or len(held) == 0:
             return None
-        return float((view.passes.logits(params, held).argmax(1) == held.labels).double().mean())
+        logits = view.passes.logits(params, held)
+        if view.head is not None:
+            logits = logits.where(view.head.to(logits.device), 100 * OFF)
+        return float((logits.argmax(1) == held.labels).double().mean())
 
     def trainable(self, name: str) -> bool:
         """Whether the parameter of this name is trained."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+import toys
 from fedstill import losses
 from fedstill.engines.step import Networks, Seen
+from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.running.runner import run
 from fedstill.models.contract import initial, module, spec_for
 from fedstill.records import Carry
 from fedstill.stream import OFF
@@ -59,3 +64,17 @@ def test_distillation_is_finite_under_a_mask(tau: float) -> None:
     apart = (losses.nckd, losses.nckd_slice, losses.nckd_zero, losses.tckd)
     for values in (losses.kd(logits, old, tau), *(loss(logits, old, Y, tau) for loss in apart)):
         assert values.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["fedavg", "metafed"])
+def test_an_output_that_takes_no_part_is_no_answer_where_epochs_are_scored(name: str, tmp_path: Path) -> None:
+    """A model of the first task is tested among the second one's classes, of which it has seen none."""
+    plan = {"epochs": 2, "batch": 20, "lr": 1e-5, "validation": 0.3, "keep": "best"}
+    plans = {"fedavg": {"train": plan}, "metafed": dict.fromkeys(("warm_up", "train", "personalise"), plan)}
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 1, 4], [2, 3]], "head": "task"}
+    start = {"topology": {"clients": 3}, "partition": "iid", "rounds": 2, "stream": stream, "measure": ()}
+    run(toys.toy(name, plan=plans[name], **start), tmp_path / "run", toys.blobs())
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    scores = [s for e in events if e["event"] == "client" and e["round"] == 2 for s in e["scores"]]
+    assert scores
+    assert min(scores) > 0.2, "one of two is right by chance"

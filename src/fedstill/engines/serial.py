@@ -163,11 +163,11 @@ class SerialEngine:
 
     def _begin(self, work: ClientWork, stage: Stage, client: int, down: Payload) -> Begun:
         start = time.perf_counter()
-        view, sent = as_sent(self.sites.view(client, stage), down), Lent(down)
+        view, sent, head = as_sent(self.sites.view(client, stage), down), Lent(down), self._head(stage, client)
+        view = view if head is None else replace(view, head=head)
         carry = carry_of(work, work.begin(down, self.memory.load(client), view, self.world))
         sent.check(work.begin, client)
-        if (head := self._head(stage, client)) is not None:
-            carry = replace(carry, head=head)
+        carry = carry if head is None else replace(carry, head=head)
         return Begun(view, carry, time.perf_counter() - start, sent)
 
     def _head(self, stage: Stage, client: int) -> Tensor | None:
