@@ -57,6 +57,13 @@ def is_users_own(made: object, name: str) -> bool:
     return not _is_library(next(kind for kind in type(made).__mro__ if name in vars(kind)))
 
 
+def names_in(*functions: object) -> set[str]:
+    """The names that functions use: of variables, attributes and keyword arguments."""
+    codes = _codes(functions)
+    keywords = {word for code in codes for c in code.co_consts if isinstance(c, tuple) for word in c}
+    return {name for code in codes for name in code.co_names} | {word for word in keywords if isinstance(word, str)}
+
+
 def _hooks(kinds: Sequence[type]) -> list[str]:
     """The functions that the library's classes have, in the order in which they are written."""
     return list(dict.fromkeys(name for kind in reversed(kinds) for name in _own(kind) if _codes([vars(kind)[name]])))
