@@ -48,7 +48,7 @@ def test_measures_are_those_of_the_runs_own_summaries(finished: Path) -> None:
         assert spread.mean == pytest.approx(statistics.fmean(values)), key
         assert spread.std == pytest.approx(statistics.stdev(values)), key
         assert spread.runs == 2
-    assert row.seeds == 2
+    assert row.seeds == "2"
     assert row.note == ""
     assert columns([row]) == [
         m for m in COLUMNS if not m.key.startswith(("query_", "leakage/", "personal_", "own_test_", "epsilon"))

@@ -67,6 +67,47 @@ def test_what_cannot_be_compared_is_refused_first(small: fedstill.Experiment, tm
     assert not (tmp_path / "out").exists()
 
 
+SOMETIMES = """
+from dataclasses import dataclass
+from fedstill.methods.fedavg import FedAvg
+from fedstill.registry import method
+
+@method("sometimes")
+@dataclass(frozen=True)
+class Sometimes(FedAvg):
+    bad: tuple[int, ...] = (2,)
+    def fold(self, state, replies, stage, world):
+        if world.seed in self.bad:
+            raise ValueError("not with this seed")
+        return super().fold(state, replies, stage, world)
+"""
+
+
+def test_a_row_says_that_a_run_of_it_failed_in_its_first_round(
+    small: fedstill.Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sometimes.py").write_text(SOMETIMES)
+    out = tmp_path / "out"
+    command = ["compare", str(tmp_path / "small.toml"), "--methods", f"fedavg,{tmp_path / 'sometimes.py'}", "--quiet"]
+    assert call([*command, "--seeds", "1,2,3", "--out", str(out)]) == 1
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in printed if line[:1] == ["fedavg"]] == ["3"]
+    (row,) = [line for line in printed if line[:1] == ["sometimes.py,"]]
+    assert (row[1], row[-3:]) == ("unfinished", ["2", "of", "3"])
+    for name in ("results.md", "results.tex"):
+        (line,) = [line for line in (out / "tables" / name).read_text().splitlines() if "sometimes" in line]
+        assert "(1 of 3 runs unfinished, at round 0 of" in line
+        assert " 2 of 3 " in line
+        assert "unfinished" not in "".join(
+            line for line in (out / "tables" / name).read_text().splitlines() if "fedavg" in line
+        )
+    frame = fedstill.Comparison.of(out).table()
+    assert frame[["seeds", "finished"]].values.tolist() == [[3, True], [2, False]]
+    with pytest.raises(RunsFailed, match="1 of 1 runs failed"):  # and a row of nothing is none
+        fedstill.compare(small, [str(tmp_path / "sometimes.py")], [2], out=tmp_path / "none", quiet=True)
+    assert not (tmp_path / "none/report.html").exists()
+
+
 def test_runs_that_fail_are_named_and_the_others_are_kept(small: fedstill.Experiment, tmp_path: Path) -> None:
     wrong = "model.safetensors"
     (tmp_path / "out/fedntd/seed1").mkdir(parents=True)

@@ -60,8 +60,8 @@ class Comparison:
     def table(self) -> pandas.DataFrame:
         """One row for each group: means over seeds, and ``..._std``, their sample standard deviation from two on.
 
-        Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``: how many; ``runs``
-        has the runs themselves. Raises ConfigError without pandas.
+        Accuracies and forgetting are shares in [0, 1]; what was not measured is missing. ``seeds``: over how many;
+        ``runs`` has the runs themselves. Raises ConfigError without pandas.
         """
         return data_frame([_of_group(group) for group in self.groups])
 
@@ -119,7 +119,7 @@ def _lost(group: Group) -> list[float]:
 
 
 def _of_group(group: Group) -> dict[str, Any]:
-    row: dict[str, Any] = {"group": group.label, "seeds": len(group.seeds), "finished": group.finished}
+    row: dict[str, Any] = {"group": group.label, "seeds": len(group.started), "finished": group.finished}
     for column in COLUMNS:
         if spread := group.mean_spread(column.key):
             row |= {column.key: spread.mean, f"{column.key}_std": spread.std if spread.runs > 1 else None}

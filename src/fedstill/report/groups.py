@@ -44,6 +44,12 @@ class Group:
         return [r for r in self.runs if r.rounds]
 
     @property
+    def counted(self) -> str:
+        """Of how many runs its numbers are: "3", or "2 of 3" where one has failed, or was stopped, in round 1."""
+        there, asked = len(self.started), len(self.runs)
+        return str(asked) if there == asked else f"{there} of {asked}"
+
+    @property
     def own_models(self) -> bool:
         """Whether its clients have models of their own, which were measured."""
         return any(r.own_models for r in self.runs)

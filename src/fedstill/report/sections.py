@@ -60,7 +60,7 @@ def results_section(groups: Sequence[Group], style: Style) -> Html:
     shown = columns(lines)
     head: list[Cell] = ["", "seeds", *(Html(f"{escape(m.title)}<br><small>{m.unit}</small>") for m in shown)]
     body = [
-        [labelled(g, style, r.note), str(r.seeds), *(_cell(r, m) for m in shown)]
+        [labelled(g, style, r.note), r.seeds, *(_cell(r, m) for m in shown)]
         for g, r in zip(ordered, lines, strict=True)
     ]
     says = "One line for each group of runs that differ only in their seed: mean ± one standard deviation over seeds."

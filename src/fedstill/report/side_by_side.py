@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedstill.errors import ConfigError, Interrupted, RunsFailed
+from fedstill.errors import ConfigError, CorruptFile, Interrupted, RunsFailed
 from fedstill.experiment.comparing.compare import Outcome, carry_out_runs, jobs_that_fit
 from fedstill.experiment.comparing.variants import Variant, new_folder, variants
 from fedstill.experiment.config.experiment import Experiment
@@ -21,6 +21,7 @@ from fedstill.report.comparison import Comparison
 from fedstill.report.following_several import followed_runs
 from fedstill.report.groups import groups
 from fedstill.report.page import write_page
+from fedstill.report.runs import CONFIG, read_run
 from fedstill.report.table_files import write_tables
 
 
@@ -81,9 +82,26 @@ def followed_outcomes(
 
 
 def begun_of(runs: Sequence[Variant], outcomes: Sequence[Outcome]) -> list[Path]:
-    """The folders of the runs that have done a round; not of those that others only start from."""
+    """The folders of the runs that have done a round, and of those beside them that failed in the first.
+
+    Not those of runs that others only start from, nor of a row none of whose runs has done a round.
+    """
     asked = {v.folder for v in runs}
-    return [o.variant.folder for o in outcomes if o.done and o.variant.folder in asked]
+    there = [o for o in outcomes if o.variant.folder in asked]
+    rows = {o.variant.label for o in there if o.done}
+    return [o.variant.folder for o in there if o.done or (o.variant.label in rows and _failed_at_once(o))]
+
+
+def _failed_at_once(outcome: Outcome) -> bool:
+    """Whether a run began and failed in its first round; its folder may hold another run, or a damaged one."""
+    config = outcome.variant.folder / CONFIG
+    if not outcome.problem or not config.is_file():
+        return False
+    try:
+        own = config.read_text(encoding="utf-8") == outcome.variant.settings.toml
+        return own and not read_run(outcome.variant.folder).rounds
+    except (CorruptFile, OSError, UnicodeDecodeError):  # which is the problem that is said
+        return False
 
 
 def write_files(begun: Sequence[Path], folder: Path) -> Path:

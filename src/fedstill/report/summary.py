@@ -13,10 +13,10 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a group, its seeds, and each number over them; None where nothing was measured."""
+    """A line of the table: a group, its number of seeds, and each number over them; None where nothing was measured."""
 
     label: str
-    seeds: int
+    seeds: str
     note: str
     values: dict[str, Spread | None]
 
@@ -28,7 +28,7 @@ class Row:
 
 def rows(groups: Sequence[Group]) -> list[Row]:
     """The table: one line a group."""
-    return [Row(g.label, len(g.runs), _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS}) for g in groups]
+    return [Row(g.label, g.counted, _note(g), {m.key: g.mean_spread(m.key) for m in COLUMNS}) for g in groups]
 
 
 def columns(rows: Sequence[Row]) -> list[Column]:

@@ -62,7 +62,7 @@ def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]
     lines = rows(best_first(compared)[0])
     shown = columns(lines)
     head = ["", "seeds", *(f"{m.title} [{m.unit}]" for m in shown)]
-    return head, [[_named(r.label, r.note), str(r.seeds), *(r.text(m) for m in shown)] for r in lines]
+    return head, [[_named(r.label, r.note), r.seeds, *(r.text(m) for m in shown)] for r in lines]
 
 
 def differences(compared: Sequence[Group], base: Group) -> Iterator[list[str]]:

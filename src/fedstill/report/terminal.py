@@ -162,7 +162,7 @@ def comparison_table(compared: Sequence[Group]) -> Table:
         spreads = [group.mean_spread(m.key) for m in shown]
         cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(spreads, shown, strict=True)]
         label = group.label if group.finished else f"{group.label}, unfinished"
-        rows.append([label, *cells, str(len(group.seeds))])
+        rows.append([label, *cells, group.counted])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
 
 
