@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -42,7 +43,7 @@ def problem(hint: Any, value: Any) -> str:
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] in ("tuple_type", "list_type"):
-            given = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+            given = _parts(value) if isinstance(value, str) else value
             return f"{shown(first['input'])}: write a list, {shown(given if isinstance(given, list) else [given])}"
         return f"{shown(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"
     return ""
@@ -66,6 +67,32 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value
 
 
+class Typed(str):
+    """A text of a command line: a list, with commas, where one is wanted."""
+
+    def fitting(self, hint: Any) -> str | tuple[Any, ...]:
+        """The text, or if an annotation takes a list alone, the list.
+
+        >>> Typed("a,1").fitting(tuple[str | int, ...]), Typed("a,1").fitting(str)
+        (('a', 1), 'a,1')
+        """
+        parts = tuple(_part(part) for part in _parts(self))
+        return parts if problem(hint, str(self)) and not problem(hint, parts) else str(self)
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between the commas of a list, with or without brackets."""
+    return [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
+
+
+def _part(text: str) -> Any:
+    try:
+        read = tomllib.loads(f"v = {text}")
+    except ValueError:
+        return text
+    return read["v"] if len(read) == 1 else text
+
+
 def check_ranges(thing: object) -> None:
     """Raise ConfigError if a field of a dataclass instance is not what the range in its annotation allows."""
     for name, hint in _with_ranges(type(thing)).items():  # type: ignore[arg-type]
@@ -82,6 +109,7 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
     values, wrong = dict[str, Any](), list[str]()
     for key, (hint, default) in fields.items():
         value = plain_value(given[key]) if key in given else default
+        value = value.fitting(hint) if isinstance(value, Typed) else value
         values[key] = value = tuple(value) if isinstance(value, list) else value
         name = f"{where}.{key}" if where else key
         try:

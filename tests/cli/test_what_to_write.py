@@ -10,7 +10,10 @@ import pytest
 from fedstill.cli import app, call
 from fedstill.cli.app import Engine
 from fedstill.cli.spelling import LISTS, REPEATED
+from fedstill.experiment.config.experiment import load
+from fedstill.experiment.config.settle import settle
 from fedstill.experiment.config.tables import TopKeys
+from fedstill.experiment.explain import resolved_values
 
 CONFIG = "rounds = 1\nmeasure = []\ntopology = { clients = 2 }\n[data]\ntrain_size = 100\n[plan]\nepochs = 1\n"
 
@@ -46,8 +49,24 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
         ("compare small.toml --grid plan.lr=1 2", "the values of a key are written with commas: --grid plan.lr=1,2"),
         ("run small.toml plan.lr=1", "a value over the config's needs -s before it: -s plan.lr=1"),
-        ("run small.toml -s measure=local", "measure = 'local': write a list, ['local']"),
-        ("run small.toml -s measure=local,x", "measure = 'local,x': write a list, ['local', 'x']"),
+        ("run small.toml -s data.mean=[a,b]", "data.mean = '[a,b]': write a list, ['a', 'b']"),
+        ("run", "run needs a config, e.g. fedstill run my.toml"),
+        ("resume -q", "resume needs a run's directory, e.g. fedstill resume runs/fedavg-digits-seed0-1"),
+        ("run small.toml --seed 3", "--seed is no option but a key of the config: -s seed=3"),
+        ("run small.toml --device=cuda", "--device is no option but a key of the config: -s device=cuda"),
+        ("run small.toml --batch-size 32", "--batch-size is no option but a key of the config: -s plan.batch=32"),
+        ("explain small.toml --method fedntd", "--method is no option but a key of the config: -s method=fedntd"),
+        ("compare small.toml --seed 3", "Unknown option: --seed. Did you mean --seeds?"),
+        ("run small.toml --nothing 3", "Unknown option: --nothing."),
+        (
+            "compare small.toml --methods fedavg,fedntd --grid method.beta=1,2",
+            "unknown key 'method.beta'; fedavg has aggregation, suspected; it is a field of fedadkd, feddkd, "
+            "feddkd_groups and 8 more: set method.name",
+        ),
+        (
+            "compare small.toml --grid method.zzz=1,2",
+            "unknown key 'method.zzz'; fedavg has aggregation, suspected",
+        ),
         ("run small.toml -s data.mean=0.5", "data.mean = 0.5: write a list, [0.5]"),
         ("run small.toml more.toml", "nothing takes 'more.toml' here"),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
@@ -162,3 +181,32 @@ def test_what_is_ones_own_is_called_by_its_file_and_not_by_a_path(
     for text in (said.out, said.err, Path("one/summary.json").read_text()):
         assert str(tmp_path) not in text
     assert len(list(Path("all").glob("*/seed1/summary.json"))) == 2
+
+
+@pytest.mark.parametrize("words", ["a,b", "[a,b]", '["a","b"]', "a, b"])
+def test_a_list_with_commas_is_a_list_where_one_is_wanted(words: str) -> None:
+    settings = settle(load("small.toml", (f"data.columns={words}", "measure=local,personal", "data.label_column=x,y")))
+    assert settings.data.columns == ("a", "b")
+    assert settings.measure == ("local", "personal")
+    assert settings.data.label_column == "x,y"
+    assert 'columns = [\n    "a",\n    "b",\n]' in settings.toml
+
+
+def test_what_was_typed_for_a_table_is_not_said_of_its_other_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = settle(load("small.toml", ("data=digits", "partition=iid")))
+    origins = {key: origin for key, _, origin in resolved_values(settings)}
+    assert (origins["data.name"], origins["data.kind"], origins["partition.kind"]) == (
+        "command line",
+        "default",
+        "command line",
+    )
+
+
+def test_the_maps_of_digits_say_nothing_of_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("t.csv").write_text("a,b,label\n" + "".join(f"{n},{n % 7},{n % 2}\n" for n in range(60)))
+    monkeypatch.setattr("fedstill.experiment.ranking.nearest.told_of_maps", lambda maps, method, here: [f"here {here}"])
+    for data, said in (("t.csv", "here None"), ("digits", "here Setting(")):
+        assert call(["explain", "small.toml", "-s", f"data={data}", "-s", "partition=iid"]) == 0
+        assert said in capsys.readouterr().out

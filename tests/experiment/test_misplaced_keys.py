@@ -50,6 +50,12 @@ def problem(text: str, folder: Path, *overrides: str) -> str:
         ("[topology]\nmodel = 'cnn'", "unknown key 'topology.model'; did you mean 'model.name'?"),
         ("[flower]\nsampled = 3", "unknown key 'flower.sampled'; did you mean 'topology.sampled'?"),
         ("[privacy]\ndraw = 'single'", "unknown key 'privacy.draw'; did you mean 'query.draw'?"),
+        ("[partition]\ncolumn = 'x'", "it is a field of column: set partition.kind"),
+        ("[partition]\nname = 'iid'", "unknown key 'partition.name'; did you mean 'partition.kind'?"),
+        ("[topology]\ndata = 'x'", "unknown key 'topology.data'; did you mean 'data.name'?"),
+        ("data = 2024", 'data = 2024 must be a table, [data]; a name is a text, data = "2024"'),
+        ("[train]\nlr = 1", "config: unknown key 'train'; did you mean the table [plan]?"),
+        ("[model]\nhidden = [3]", "unknown key 'model.hidden'; it is a field of bag, logistic, mlp and 2 more"),
         ("[data]\nzzz = 1", "unknown key 'data.zzz'; choose one of augment, categorical"),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from cyclopts import CycloptsError, UnusedCliTokensError
+from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, UnusedCliTokensError
 
 from fedstill.cli import (
     asking,
@@ -28,7 +28,7 @@ from fedstill.cli import (
 )
 from fedstill.cli.app import app, say
 from fedstill.cli.output import print_what_is_near
-from fedstill.cli.spelling import no_value, spaced_list, unused_words
+from fedstill.cli.spelling import as_key, first_argument, no_value, spaced_list, unused_words
 from fedstill.errors import FedstillError, Interrupted
 from fedstill.files import named_path
 
@@ -98,6 +98,10 @@ def call(tokens: list[str]) -> int:
         result = command(*map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()})
     except UnusedCliTokensError as error:
         return say(unused_words(tokens) or f"nothing takes {' '.join(map(repr, error.unused_tokens or ()))} here", 2)
+    except UnknownOptionError as error:
+        return say(as_key(tokens, error.token.keyword or error.token.value) or str(error), 2)
+    except MissingArgumentError as error:
+        return say(first_argument(tokens) or str(error), 2)
     except CycloptsError as error:
         return say(str(error), 2)
     except FedstillError as error:

@@ -19,7 +19,8 @@ DEAR = 0.25
 def explain(config: Path | None = None, *, set_: Settings = (), split: bool = True) -> int:
     """Check a config as a run would; show every value that counts, its origin, a run's arithmetic, the data's split.
 
-    Where the ranking's maps (fedstill rank map) have a cell near this setting, it says what they found there.
+    Where the ranking's maps (fedstill rank map) have a cell near this setting, and data are images as theirs, it says
+    what they found there.
 
     Args:
         config: The experiment, a TOML file. Unset, the defaults.
@@ -62,7 +63,8 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         _explain_queries(*who_asks(prepared))
         for drawn in drawn_data(prepared, min(screen.width, 160)):
             screen.print(drawn)
-    for line in told_of_maps(shipped_maps(), settings.named.method.name, setting_of(prepared)):
+    like = prepared.dataset.about.kind == "image"  # as the maps' digits are
+    for line in told_of_maps(shipped_maps(), settings.named.method.name, setting_of(prepared) if like else None):
         screen.print(line)
     return 0
 

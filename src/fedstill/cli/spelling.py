@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fedstill.files import in_shell
+
 LISTS = frozenset(
     {
         "--at",
@@ -26,6 +28,28 @@ REPEATED = frozenset({"--set", "-s", "--grid", "--host"})
 """Options that have one value each, and may be repeated."""
 
 
+WITH_SETTINGS: dict[str, tuple[str, ...]] = {
+    "compare": ("--method", "--seed"),
+    "explain": (),
+    "run": (),
+    "tune": ("--seed",),
+}
+"""Commands that take keys of a config with -s, and what is rather a slip for an option of theirs."""
+
+_A_RUN = ("a run's directory", "runs/fedavg-digits-seed0-1")
+
+NEEDS = {
+    "run": ("a config", "my.toml"),
+    "resume": _A_RUN,
+    "export": _A_RUN,
+    "query": _A_RUN,
+    "why": _A_RUN,
+    "pack": ("a directory with runs below it", "runs"),
+    "unpack": ("a pack", "my.runs.tar.xz"),
+}
+"""What a command is for that it cannot do without, and an example."""
+
+
 def no_value(tokens: Sequence[str]) -> str:
     """A line on the first word that is empty, as a variable of the shell is that nobody set.
 
@@ -41,6 +65,34 @@ def no_value(tokens: Sequence[str]) -> str:
                 f"{what} has an empty value; give one, or leave it out" if what.startswith("-") else "a word is empty"
             )
     return ""
+
+
+def as_key(tokens: Sequence[str], option: str) -> str:
+    """What to write in the place of an option that is none, but a key of the config; empty if it is not.
+
+    >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
+    '--seed is no option but a key of the config: -s seed=3'
+    """
+    if not tokens or tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
+        return ""
+    from fedstill.experiment.config.misplaced import home_of
+
+    if not (home := home_of(option.lstrip("-").replace("-", "_"))):
+        return ""
+    values = next((words for said, words in _values(tokens) if said == option), [])
+    return f"{option} is no option but a key of the config: -s {home}={in_shell(values[0]) if values else 'VALUE'}"
+
+
+def first_argument(tokens: Sequence[str]) -> str:
+    """An example of a command that was typed without what it is for.
+
+    >>> first_argument(["run"]), first_argument(["run", "-q"]), first_argument(["list"])
+    ('run needs a config, e.g. fedstill run my.toml', 'run needs a config, e.g. fedstill run my.toml', '')
+    """
+    if not tokens or tokens[0] not in NEEDS or any(words and not option for option, words in _values(tokens[1:])):
+        return ""
+    what, example = NEEDS[tokens[0]]
+    return f"{tokens[0]} needs {what}, e.g. fedstill {tokens[0]} {example}"
 
 
 def spaced_list(tokens: Sequence[str]) -> str:

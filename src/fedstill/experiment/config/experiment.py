@@ -63,6 +63,8 @@ class Experiment(TopKeys):
             return {NAMED.get(name, ("name", ""))[0]: value}
         if not isinstance(value, Mapping):
             other = meant(name, "", self.tree, self.base, near=False)
+            if name == "data" and isinstance(value, (int, float)):
+                other = f'a name is a text, data = "{value}"'
             raise ConfigError(f"{name} = {shown(value)} must be a table, [{name}]{'; ' * bool(other)}{other}")
         return dict(value)
 

@@ -15,6 +15,7 @@ from fedstill.experiment.config.named_tables import NAMED, fields_of
 from fedstill.experiment.config.stream_table import StreamTable
 from fedstill.experiment.config.tables import ClientsTable, DataTable, FlowerTable, QueryTable, TopKeys
 from fedstill.fields import fields_of_record
+from fedstill.files import short_name
 from fedstill.records import Plan
 from fedstill.wire.privacy import Privacy
 
@@ -38,6 +39,8 @@ OTHER_WORDS = {
     "num_rounds": "rounds",
     "partition": "partition.kind",
     "topology": "topology.kind",
+    "train": "plan",
+    "training": "plan",
 }
 """Words that other libraries, and readers of a config, have for a key."""
 
@@ -56,11 +59,27 @@ def meant(key: str, table: str, tree: Tree, base: Path | None, near: bool = True
     ``table``: empty for the keys outside all tables. ``near``: whether a similar key counts, too.
     """
     homes = _homes(tree, base)
-    homes |= {word: [home] for word, home in OTHER_WORDS.items() if word not in homes}
+    homes |= {word: [home] for word, home in OTHER_WORDS.items() if word not in homes or word in (*NAMED, *RECORDS)}
     like = difflib.get_close_matches(key, homes, n=1, cutoff=NEAR) if near else []
     there = [home for home in homes.get(key, homes[like[0]] if like else []) if home != f"{table}.{key}"]
-    said = [f"{home!r}{'' if '.' in home else ' (before all tables)'}" for home in there[:3]]
+    said = [
+        "the table [plan]" if home == "plan" else f"{home!r}{'' if '.' in home else ' (before all tables)'}"
+        for home in there[:3]
+    ]
     return f"did you mean {' or '.join(filter(None, [', '.join(said[:-1]), said[-1]]))}?" if said else ""
+
+
+def home_of(word: str) -> str:
+    """The dotted key that a word alone stands for; empty if it is none, or is in more than one table.
+
+    >>> home_of("seed"), home_of("method"), home_of("learning_rate"), home_of("quiet")
+    ('seed', 'method', 'plan.lr', '')
+    """
+    homes = _homes({}, None) | {other: [home] for other, home in OTHER_WORDS.items()}
+    there = homes.get(word, [])
+    if word in there or word in (*NAMED, "data"):  # a table's name stands for the name in it
+        return word
+    return there[0] if len(there) == 1 else ""
 
 
 def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -> str:
@@ -68,9 +87,35 @@ def what_to_do(where: str, key: str, todo: str, tree: Tree, base: Path | None) -
     table = where.partition(".")[0]
     return (
         _untyped(table, key, tree, base)
+        or _called(table, key)
         or meant(key, table, tree, base, near=False)
-        or (todo if todo.startswith("did you mean") else meant(key, table, tree, base) or todo)
+        or _of_another(table, key, tree, base)
+        or (todo if todo.startswith("did you mean") else meant(key, table, tree, base))
+        or (_has(name, _fields(table, name, base)) if table in NAMED and (name := _name(table, tree)) else todo)
     )
+
+
+def _called(table: str, key: str) -> str:
+    """What to do about a table's name under the key that other tables have for theirs."""
+    right = NAMED.get(table, ("", ""))[0]
+    return f"did you mean '{table}.{right}'?" if right and key in ("name", "kind") and key != right else ""
+
+
+def _of_another(table: str, key: str, tree: Tree, base: Path | None) -> str:
+    """What to do about a field that other methods have, say, and the one that is named has not."""
+    if table not in NAMED:
+        return ""
+    name = _name(table, tree) or (_topology(tree, base) if table == "topology" else "")
+    have = [other for other in registry.names(table) if other != name and key in _fields(table, other, base)]
+    if not have:
+        return ""
+    some = f"{', '.join(have[:3])} and {len(have) - 3} more" if len(have) > 4 else ", ".join(have)
+    has = f"{_has(name, _fields(table, name, base))}; " if name else ""
+    return f"{has}it is a field of {some}: set {table}.{NAMED[table][0]}"
+
+
+def _has(name: str, fields: Iterable[str]) -> str:
+    return f"{short_name(name)} has {', '.join(sorted(fields)) or 'no fields'}"
 
 
 def _untyped(table: str, key: str, tree: Tree, base: Path | None) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstill.errors import ConfigError
+from fedstill.fields import Typed
 from fedstill.files import named_path
 
 
@@ -25,8 +26,8 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
         try:
             read = tomllib.loads(f"v = {value}")
         except (ValueError, RecursionError):
-            read = {"v": value.strip()}
-        out[key.strip()] = read["v"] if len(read) == 1 else value.strip()
+            read = {}
+        out[key.strip()] = read["v"] if len(read) == 1 else Typed(value.strip())
     return out
 
 
@@ -47,7 +48,7 @@ def from_here(value: Any, base: Path | None) -> Any:
         here = not (base / there).exists() and there.exists()
     except (ConfigError, OSError, ValueError):  # no name that a file can have
         return value
-    return f"{there.resolve()}{colon}{rest}" if here else value
+    return type(value)(f"{there.resolve()}{colon}{rest}") if here else value
 
 
 def parse_grid(texts: tuple[str, ...]) -> dict[str, list[Any]]:
