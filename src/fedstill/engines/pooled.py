@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 
 from fedstill.engines.cores import workers
-from fedstill.engines.drawn import Drew, Unmoved, say_drawn
 from fedstill.engines.footprint import activations, step_flops
 from fedstill.engines.loop import Trained
 from fedstill.engines.serial import Begun, SerialEngine
+from fedstill.engines.shared_draws import Drew, Unmoved, say_drawn
 from fedstill.keys import drawing_from, seed_for
 from fedstill.models import contract
 from fedstill.models.probing import draws_random_numbers

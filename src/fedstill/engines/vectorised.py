@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from fedstill.engines.cores import torch_threads
-from fedstill.engines.drawn import Drew, drew_under_vmap
 from fedstill.engines.footprint import activations
 from fedstill.engines.how import How, scores_count, stage_examples, trains_its_own
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
 from fedstill.engines.serial import Begun
+from fedstill.engines.shared_draws import Drew, drew_under_vmap
 from fedstill.engines.stacked_carry import Structures
 from fedstill.errors import on_one_line
 from fedstill.keys import put_aside

@@ -72,7 +72,7 @@ def _refuse_other_parts(spec: ModelSpec, x: Tensor) -> None:
         )
 
 
-def said_of(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
+def said_of_network(spec: ModelSpec, sites: SiteViews) -> Iterator[str]:
     """What is odd about a network and may be meant, a sentence each."""
     m, trained = contract.module(spec, "frozen"), contract.trainable_names(spec)
     own, every = contract.entries(spec, m), [name for name, _ in m.named_parameters()]

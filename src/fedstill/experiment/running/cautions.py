@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.preparing.trial_pass import said_of
+from fedstill.experiment.preparing.trial_pass import said_of_network
 
 log = logging.getLogger("fedstill.run")
 
@@ -26,7 +26,7 @@ def cautions(prepared: Prepared) -> Iterator[str]:
         yield f"method {prepared.settings.named.method.label}: {caution}"
     sites, names, world = prepared.sites, prepared.dataset.classes, prepared.world
     for spec in dict.fromkeys((world.server_model, *world.client_models)):
-        yield from said_of(spec, sites)
+        yield from said_of_network(spec, sites)
     for stage, plan in world.plans.items():
         if plan.patience and not plan.validation:
             how = f"set plan.{stage}.validation, 0.1 say"

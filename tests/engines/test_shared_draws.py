@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import toys
-from fedstill.engines import drawn, pooled
+from fedstill.engines import pooled, shared_draws
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
@@ -37,7 +37,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the networks, and whatever the machine, two clients at once."""
     monkeypatch.setattr(pooled, "LIGHT", 0.0)
     monkeypatch.setenv("FEDSTILL_WORKERS", "2")
-    drawn.say_drawn.cache_clear()
+    shared_draws.say_drawn.cache_clear()
 
 
 @register("model", "toy_functional_dropout")
