@@ -31,8 +31,8 @@ class Form:
     """What examples are made of. Every field can be left out.
 
     ``kind``: "auto" looks at the columns. ``columns``: those of a table; empty: all columns of numbers but the label,
-    the owner and a pandas index. ``categorical``: of a table, columns whose values are names, and these names (none: those in the
-    training data); each becomes a column of 0 and 1. ``input``: the column of texts, vectors or series.
+    the owner and a pandas index. ``categorical``: of a table, columns whose values are names, and these names (none:
+    those in the training data); each becomes a column of 0 and 1. ``input``: the column of texts, vectors or series.
     ``missing``: see ``Missing``; ``marks``: a further column of 0 and 1 for each column with missing numbers, or for
     those that are named.
     ``tokenizer``: "words", "bytes", or a file of Hugging Face's tokenizers; ``vocabulary``: how many token ids words
