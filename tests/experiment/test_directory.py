@@ -111,8 +111,24 @@ def test_a_changed_config_is_refused(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     config = folder / "config.toml"
     config.write_text(config.read_text().replace("lr = 0.1", "lr = 0.2"))
-    with pytest.raises(CorruptFile, match="another configuration"):
+    with pytest.raises(CorruptFile, match="has changed since the run began") as caught:
         resume(folder, data=toys.blobs())
+    assert str(caught.value).endswith(f"--out NEW -s start_from={folder.resolve()}")
+
+
+def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text(toys.SMALL)
+    folder = run(load("my.toml", ("rounds=1", "measure=[]")), "one").directory
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 2\n"))
+    with pytest.raises(CorruptFile, match=r"put it back; with others, more rounds for example, a new run may start"):
+        resume(folder)
+    more = run(load("one/config.toml", ("start_from=one",)), "new")
+    assert len(more.history) == 2
+    assert f'start_from = "{tmp_path / "one"}"' in (more.directory / "config.toml").read_text()
 
 
 LOCKING = """

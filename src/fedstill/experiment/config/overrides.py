@@ -31,17 +31,22 @@ def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
     return out
 
 
-def from_here(value: Any, base: Path | None) -> Any:
+PATHS = ("start_from", "data.folder", "data.tokenizer", "flower.federation")
+"""Keys whose texts are paths, however they look."""
+
+
+def from_here(value: Any, base: Path | None, is_path: bool = False) -> Any:
     """Values that were typed, in which a file that is in the working directory, and not in ``base``, is named whole.
 
-    A text is taken for a file's name where it has a slash or a dot; ``:Name`` may follow. In lists and tables, too.
+    A text is taken for a file's name where it has a slash or a dot, or its key is one of ``PATHS``; ``:Name`` may
+    follow. In lists and tables, too.
     """
     if isinstance(value, Mapping):
-        return {key: from_here(one, base) for key, one in value.items()}
+        return {key: from_here(one, base, key in PATHS) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(from_here(one, base) for one in value)
     path, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
-    if base is None or not ("/" in path or "." in path) or len(path) > 1000:
+    if base is None or not ("/" in path or "." in path or is_path) or len(path) > 1000:
         return value
     try:
         there = named_path(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fedstill.experiment.config.experiment import LIVING, from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
-from fedstill.files import in_shell
+from fedstill.files import digest, in_shell
 from fedstill.live_code import bind
 from fedstill.method import Method
 from fedstill.registry import LIVE
@@ -38,6 +39,24 @@ def settings_of(folder: Path, **live: Any) -> Settings:
             raise ConfigError(f"{folder} finds its {table} {name!r} itself; leave {table} out")
         bind(table, name, type(thing) if isinstance(thing, Method) else thing)
     return settle(from_tree(as_it_began(tree), {}, folder), here=False)
+
+
+def refuse_changed(folder: Path) -> None:
+    """Raise CorruptFile for a config.toml that is not the one that the run's newest checkpoint was written with."""
+    path = folder / "config.toml"
+    try:
+        newest = max((folder / "checkpoints").glob("*.json"))
+        began = json.loads(newest.read_bytes())["manifest"]["config"]
+        same = began == digest(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # there is no checkpoint, or it is damaged, which whoever reads it will say
+    if not same:
+        new = in_shell(path.resolve())
+        raise CorruptFile(
+            f"{path} has changed since the run began, and a run goes on with its own settings alone: put it back; with "
+            f"others, more rounds for example, a new run may start from this one's model: fedstill run {new} --out NEW "
+            f"-s start_from={in_shell(folder.resolve())}"
+        )
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from fedstill.experiment.on_flower.simulated import simulate
 from fedstill.experiment.on_flower.submitted import elsewhere, refuse_calls, submit
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.progress import OnRound, Progress, Quiet
-from fedstill.experiment.run_directory.begun import settings_of
+from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
@@ -103,6 +103,7 @@ def resume(
     """
     folder = named_path(directory)
     settings = settings_of(folder, **live)
+    refuse_changed(folder)
     if data is not None:
         refuse_other_data(data)
     _refuse_debug(debug, settings)
