@@ -63,8 +63,7 @@ def _run_stage(
     """The state after one stage; ``asked_in``: the stages of the round in which clients were sent something."""
     method, where, world = acting(method, stage), place(stage), as_asked(world, state)
     with part(method, "down", where):
-        needs, given = method.requires(), {c: method.down(state, c, stage, world) for c in stage.clients}
-        sent = {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+        needs, sent = method.requires(), _sent_down(method, state, stage, world)
         asked_in.update({stage.index} if sent else ())
         if stage.round == 1 and stage.index == stages[-1].index and not asked_in:
             refuse_idle(method.down, stage)
@@ -84,14 +83,24 @@ def _run_stage(
             demand_quorum(asked, replies, refused, rules, written(work.end, method.expects))
         engine.commit(stage, [r.client for r in replies])
         if replies:
-            with part(method, "fold", where):
-                before, folded = state, method.fold(state, replies, stage, world)
-                state = returned(folded, State, method.fold, "a State")
-                guard_entries(method.fold, method.predictors, before, state)
-                guard_norm(state, stage, replies, world)
-            state = noted(state, replies, stage, world)
+            state = noted(_folded(method, state, replies, stage, world), replies, stage, world)
             if stage.hop:
                 state = state.next(answered=done + 1)
     state = replace(state, stage=stage.index + 1)
     watch.stage(stage, replies, refused, downs, state)
     return state
+
+
+def _sent_down(method: Method, state: State, stage: Stage, world: World) -> dict[int, Payload]:
+    """What each client is sent in a stage, without those that are sent nothing."""
+    given = {c: method.down(state, c, stage, world) for c in stage.clients}
+    return {c: returned(d, Payload, method.down, "a Payload") for c, d in given.items() if d is not None}
+
+
+def _folded(method: Method, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
+    """The state that a method makes of the accepted replies, and that can be gone on with."""
+    with part(method, "fold", place(stage)):
+        after = returned(method.fold(state, replies, stage, world), State, method.fold, "a State")
+        guard_entries(method.fold, method.predictors, state, after)
+        guard_norm(after, stage, replies, world)
+    return after

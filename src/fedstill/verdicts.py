@@ -13,7 +13,7 @@ from fedstill.errors import TRACEBACK, BadPayload, BadReturn, Diverged, Fedstill
 from fedstill.origin import bad_return, definition, is_users, reason
 from fedstill.records import SERVER, Reply, Stage, State, World
 from fedstill.watch import place
-from fedstill.wire.screen import MODELS, Refusal, Rules, unlike
+from fedstill.wire.screen import MODELS, Refusal, Rules, other_group
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def guard_entries(fold: Callable[..., Any], predictors: Callable[..., Any], befo
     """
     if not definition(fold) or definition(predictors) or after.model != before.model:
         return
-    if before.params and (why := unlike("params", after.params, before.params)):
+    if before.params and (why := other_group("params", after.params, before.params)):
         raise bad_return(fold, f"gives other parameters than the model has: {why}")
 
 

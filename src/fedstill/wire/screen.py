@@ -148,13 +148,13 @@ def _content(up: Payload, expected: Payload) -> str:
     if set(up) != set(expected):
         return f"groups differ: {_difference(up, expected)}"
     for name in expected:
-        bad = unlike(name, up[name], expected[name])
+        bad = other_group(name, up[name], expected[name])
         if bad:
             return bad
     return ""
 
 
-def unlike(name: str, got: Group, want: Group) -> str:
+def other_group(name: str, got: Group, want: Group) -> str:
     """In what a group is not as it must be: its names, shapes and types; empty if it is."""
     if isinstance(want, Tensor):
         return _tensor(name, got, want)
