@@ -13,6 +13,7 @@ from fedstill.errors import ClientFailed, ConfigError, RunBusy, RunExists
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
+from fedstill.experiment.run_directory.run_tables import write_run_tables
 from fedstill.experiment.running.runner import run
 from fedstill.experiment.why.falls import add_looks
 from fedstill.report.page import write_page
@@ -195,3 +196,17 @@ def test_a_damaged_run_of_a_comparison_is_begun_anew(own: Path, capsys: pytest.C
     assert "seed1 holds a damaged run (" in capsys.readouterr().err
     assert call([*words, "--overwrite"]) == 0
     assert [m.read_bytes() for m in models] == whole
+
+
+def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
+    for kind, place in (("csv", folder / "tables/of it"), ("parquet", folder)):
+        list(write_run_tables(folder, kind, place))
+    (folder / "tables/rounds.csv").write_text("round,mine\n")
+    with pytest.raises(RunExists, match=r"did not write there, .*: tables/rounds\.csv; move it away"):
+        run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
+    (folder / "tables/rounds.csv").unlink()
+    run(toys.toy(rounds=1), folder, toys.blobs(), overwrite=True)
+    assert not (folder / "tables").exists()
+    assert not (folder / "clients.parquet").exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 from fedstill.errors import RunExists
 from fedstill.experiment.run_directory.begun import runs_below
 from fedstill.files import is_leftover, remove
+from fedstill.written_over import RUN_TABLE
 
 HEX, MEMORY = "[0-9a-f]{64}", r"client-?\d+-round\d+-stage\d+\.safetensors"
 
@@ -20,6 +21,9 @@ WRITTEN = re.compile(
     rf"|sites(/\w+(/client\d+(/({MEMORY}|\d{{7}}-\d{{7}}\.reply|noised|secure-sums?|tasks|\.lock))?)?)?"
 )
 """The paths that a run writes, its report and the looks of `fedstill why`, relative to its directory."""
+
+TABLES_OF_A_RUN = ("rounds.csv", "clients.csv", "rounds.parquet", "clients.parquet")
+"""The tables of a run's numbers, which may be in any folder below it."""
 
 KEPT = ("lock", "holder.json")
 """Files that are in use while the directory is cleared."""
@@ -47,11 +51,15 @@ def refuse_foreign(folder: Path) -> list[tuple[str, Path]]:
         raise RunExists(
             f"{folder} holds {len(several)} runs of a comparison, which a run does not overwrite; choose another folder"
         )
-    foreign = [name for name, path in written if not _is_ours(name, path, begun)]
+    tables = [path for _, path in written if begun and _is_table(path)]
+    with_tables = {parent for path in tables for parent in path.parents}
+    foreign = [
+        name for name, path in written if not _is_ours(name, path, begun) and path not in (*tables, *with_tables)
+    ]
     if foreign:
         listed = ", ".join(sorted(foreign)[:5]) + (f" and {len(foreign) - 5} more" if len(foreign) > 5 else "")
         raise RunExists(
-            f"{folder} holds what fedstill did not write there, so nothing is overwritten: {listed}; move it away first"
+            f"{folder} holds what a run did not write there, so nothing is overwritten: {listed}; move it away first"
         )
     return written
 
@@ -72,6 +80,13 @@ def _is_ours(name: str, path: Path, begun: bool) -> bool:
     if name == "report.html" and b"Made by fedstill" not in path.read_bytes():
         return False
     return begun and WRITTEN.fullmatch(name) is not None
+
+
+def _is_table(path: Path) -> bool:
+    """Whether a file is one of those that `fedstill export` writes of a run's numbers."""
+    if path.is_symlink() or path.name not in TABLES_OF_A_RUN or not path.is_file():
+        return False
+    return RUN_TABLE.mark.search(path.read_bytes()) is not None
 
 
 def holds_run(folder: Path) -> bool:
