@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
 import numpy as np
@@ -27,3 +28,10 @@ def test_numpys_numbers_count_as_the_numbers_that_they_are() -> None:
     assert problem(count, np.int64(0)) != ""
     assert problem(count, np.float64(1.5)) != ""
     assert problem(count, True) != ""
+
+
+def test_where_a_list_or_a_table_is_wanted_a_text_is_told_to_be_a_list() -> None:
+    either = Mapping[str, list[str]] | tuple[str, ...] | None
+    assert problem(either, "ward") == "'ward': write a list, ['ward']"
+    assert problem(Mapping[str, str], "ward") == "'ward': input should be a valid dictionary"
+    assert problem(either, {"ward": ["A"]}) == problem(either, ("ward",)) == ""

@@ -41,7 +41,10 @@ def problem(hint: Any, value: Any) -> str:
     try:
         _adapter(hint).validate_python(value)
     except ValidationError as error:
+        wrong = {one["type"]: one for one in reversed(error.errors())}
         first = error.errors()[0]
+        if first["type"] == "dict_type" and not isinstance(value, (list, tuple)):  # a list may do where a table would
+            first = wrong.get("tuple_type", first)
         if first["type"] in ("tuple_type", "list_type"):
             given = _parts(value) if isinstance(value, str) else value
             return f"{shown(first['input'])}: write a list, {shown(given if isinstance(given, list) else [given])}"
