@@ -31,6 +31,7 @@ BY_CLIENTS |= {"private_public": "private"}
 MATCHED = {"name": "pfnm", "gamma": (1.0,), "variance": (1.0,), "prior_variance": (1.0,)}
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "fedavg": {},
+    "afl": {},
     "fedavg, then ridge": {"method": "fedavg", "topology": {"clients": 4, "last": "ridge"}},
     "local_only": {},
     "naive_kd": {},
@@ -127,7 +128,8 @@ def test_it_is_refused_or_it_writes_numbers_of_models_that_there_are(
         else:
             own = [e for e in lines if e["event"] == "measure" and e["measure"] == name]
         found = [n for event in own for n in numbers(event)]
-        assert found or f"measure {name} looks once, in round" in caplog.text, f"{name} is silent"
+        silent = (f"measure {name} looks once, in round", f"measure {name}: in the last round no client")
+        assert found or any(said in caplog.text for said in silent), f"{name} is silent"
         assert all(map(math.isfinite, found)), name
 
 
@@ -169,6 +171,22 @@ def test_it_is_said_where_a_picture_of_the_end_shows_nothing(tmp_path: Path, cap
     what = toy("analytic", "units", stream={"kind": "classes", "tasks": 2})
     run(what, tmp_path / "run", data=small())
     assert "measure units looks once, in round 2, stage 'train', and there was nothing to see" in caplog.text
+
+
+def test_it_is_said_where_no_client_has_a_model_to_measure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """AFL's clients send sums of features, and have no model of their own."""
+    run(toy("afl", "local", "personal"), tmp_path / "run", data=small())
+    for name in ("local", "personal"):
+        assert f"measure {name}: in the last round no client had a model to measure" in caplog.text
+    caplog.clear()
+    run(toy("fedavg", "local", "personal"), tmp_path / "other", data=small())
+    assert "measure" not in caplog.text
+
+
+def test_a_plane_is_of_the_body_whatever_the_head_is() -> None:
+    """The head of fedetf's network is a simplex, without weights to tell the number of features by."""
+    with pytest.raises(IncompatibleMethod, match=r"measure sphere: model etf\(.*\) has 8 features and not 2"):
+        prepare(settle(toys.toy("fedetf", model=toys.on_simplex(), measure=("sphere",))), small())
 
 
 def test_a_model_that_lacks_an_entry_is_not_run_with_another_in_its_place() -> None:

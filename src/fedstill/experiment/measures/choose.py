@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 from fedstill import registry
 from fedstill.anywhere import acting
@@ -103,7 +102,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
         return _no_uploads(setting)
     if need == "features" and "features" not in contract.capabilities(spec):
         return f"model {spec.label} has no features; give it submodules body and head"
-    if need == "plane" and (width := _width(spec)) != 2:
+    if need == "plane" and (width := contract.width(spec)) != 2:
         return f"model {spec.label} has {width} features and not 2; set model.name = 'sphere_cnn'"
     if need == "test" and not setting.tested:
         return "it needs a common test set, and there is none; give the server one with data.name"
@@ -173,7 +172,3 @@ def _holds_out(stage: Stage, world: World) -> bool:
 def _trains(stage: Stage, world: World) -> bool:
     plan = world.plans.get(stage.name)
     return plan is not None and stage.view == "private" and bool(plan.epochs or plan.steps)
-
-
-def _width(spec: Any) -> int:
-    return int(contract.initial(spec, 0)["head.weight"].shape[1])

@@ -59,6 +59,14 @@ def _shown(seen: Happened) -> Lent:
     )
 
 
+def note_silent(measures: Mapping[str, Measure], reports: Reports) -> None:
+    """Say of which measures that clients take none had anything to report, as where no client has a model."""
+    for name, measure in measures.items():
+        theirs = type(measure).look is Measure.look and measure.gives
+        if theirs and not any({*measure.gives} & event.keys() for event in reports.clients):
+            log.warning("measure %s: in the last round no client had a model to measure", name)
+
+
 def summed_by_measures(
     measures: Mapping[str, Measure], reports: Reports, taken: Collection[str], over_flower: bool
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clie
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.running.about_data import sealed_examples, told_of_data
-from fedstill.experiment.running.asking_measures import looked, summed_by_measures, when_they_look
+from fedstill.experiment.running.asking_measures import looked, note_silent, summed_by_measures, when_they_look
 from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
@@ -187,6 +187,8 @@ class Measuring:
             Reports(replies, before, classes, self._totals),
             self.prepared.settings.engine == "flower",
         )
+        if round == self.prepared.settings.rounds:
+            note_silent(self.measures, reports)
         summed = summed_by_measures(self.measures, reports, {*about, *rest, *TIMES}, over_flower)
         self._passed(classes)
         return {**about, **summed, **rest}
