@@ -55,7 +55,9 @@ def test_classes_without_any_example_are_named_and_that_labels_count_from_0() ->
     numbered = _data([1, 2], [1, 2], names=("0", "1", "2"))
     assert _said(numbered) == ["data: no example is of class '0'; labels count from 0, and yours begin at 1"]
     assert _said(_data([0, 3], [0, 3])) == ["data: no example is of classes 'bee', 'cat'"]
-    assert _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3"))) == ["data: no example is of class '2'"]
+    assert _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3"))) == [
+        "data: no example is of class '2'; labels from 0 to 3 are 4 classes"
+    ]
 
 
 def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:

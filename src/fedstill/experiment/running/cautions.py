@@ -54,8 +54,9 @@ def _of_names(prepared: Prepared) -> Iterator[str]:
     if absent := [name for name, n in zip(data.classes, counts, strict=True) if not n]:
         begins = next((name for name, n in zip(data.classes, counts, strict=True) if n), "")
         numbered = data.classes == tuple(map(str, range(len(counts)))) and begins
-        why = f"; labels count from 0, and yours begin at {begins}" if numbered and not counts[0] else ""
-        yield f"data: no example is of {_named(absent)}{why}"
+        why = f"labels from 0 to {len(counts) - 1} are {len(counts)} classes" if counts[0] else ""
+        why = why or f"labels count from 0, and yours begin at {begins}"
+        yield f"data: no example is of {_named(absent)}{f'; {why}' if numbered else ''}"
     each = {"classes": data.classes, "clients": prepared.names}
     each |= {f"values of {column!r}": values for column, values in data.about.categories}
     for what, own in each.items():
