@@ -84,16 +84,14 @@ class Typed(str):
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between the commas of a list, with or without brackets."""
     return [part.strip() for part in text.strip().removeprefix("[").removesuffix("]").split(",") if part.strip()]
 
 
 def _part(text: str) -> Any:
     try:
-        read = tomllib.loads(f"v = {text}")
+        return tomllib.loads(f"v = {text}")["v"]
     except ValueError:
         return text
-    return read["v"] if len(read) == 1 else text
 
 
 def check_ranges(thing: object) -> None:
