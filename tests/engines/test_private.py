@@ -173,9 +173,9 @@ class Answering:
 
 def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None:
     """A site that claims one example takes it in every step, and so spends all at once: of its own."""
-    spending, engine = budget(epsilon=8.0), Answering()
+    spending, engine = replace(budget(epsilon=8.0), on_sites=True), Answering()
     first, second = (Stage(r, 0, "train", (0, 1)) for r in (1, 2))
-    within, downs = WithinBudget(engine, spending, on_sites=True), {0: NOTHING, 1: NOTHING}
+    within, downs = WithinBudget(engine, spending), {0: NOTHING, 1: NOTHING}
     within.run(None, first, downs, 0)  # type: ignore[arg-type]
     said = [{"name": "train", "client": 0, "examples": 1000}, {"name": "train", "client": 1, "examples": 1}]
     spending.mark(first, said, {})
@@ -189,7 +189,7 @@ def test_a_site_whose_budget_is_spent_is_left_out_and_the_others_go_on() -> None
     assert spending.spent(1) == before, "it was asked nothing"
     assert "private_steps" in again[0]
     with pytest.raises(BudgetSpent, match="client 1 has spent"):
-        WithinBudget(engine, spending).run(None, second, downs, 0)  # type: ignore[arg-type]
+        WithinBudget(engine, replace(spending, on_sites=False)).run(None, second, downs, 0)  # type: ignore[arg-type]
     with pytest.raises(BudgetSpent, match="client 1 has spent"):
         within.run(None, second, {1: NOTHING}, 0)  # type: ignore[arg-type]
 

@@ -143,9 +143,10 @@ class SFedKD(TaughtByLastRound):
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload:
         sent = super().down(state, client, stage, world)
-        if "teacher_labels" not in state.extra or not state.extra.many("teacher"):
+        if not (self.g or self.h) or not (teachers := list(state.extra.many("teacher"))):
             return sent
-        return Payload(sent, teacher_labels=state.extra["teacher_labels"])
+        told = state.extra.get("teacher_labels")  # None in the first round that an earlier version's run goes on with
+        return Payload(sent, teacher_labels=state.extra.tensor("labels")[teachers] if told is None else told)
 
     def work(self, stage: Stage) -> ClientWork:
         return Discrepant(self)

@@ -121,8 +121,7 @@ class Driver:
             self.engine = informed(self.engine, ready)
         self.token = self._named_before()
         work = sums_work(self.settings, ready.dataset.about, ready.dataset.input_shape)
-        engine = WithinBudget(self.engine, self.measuring.budget, self.settings.on_sites)
-        summed = run_sums(work, self.world, engine, self, self.settings.rules)
+        summed = run_sums(work, self.world, WithinBudget(self.engine, self.measuring.budget), self, self.settings.rules)
         self.token = ""
         self.prepared = prepare(self.settings, ready.dataset, sent=summed.moments)
         self.world, self.engine = self.prepared.world, informed(self.engine, self.prepared)
@@ -156,7 +155,7 @@ class Driver:
             self.stages = self.settings.topology(state.round, self.world)
             began, measured = time.perf_counter(), self.measuring.spent
             summed = with_masking(with_hostile(self.engine, self.settings), self.settings, self.folder)
-            engine = WithinBudget(summed, self.measuring.budget, self.settings.on_sites)
+            engine = WithinBudget(summed, self.measuring.budget)
             state = run_round(self.method, state, self.stages, self.world, engine, self, self.settings.rules)
             saving, self.saving = self.saving, 0.0
             training = time.perf_counter() - began - saving - (self.measuring.spent - measured)

@@ -35,6 +35,7 @@ class Budget:
     world: World
     sums: int = 0
     rows: Counter[int] = field(default_factory=Counter)
+    on_sites: bool = False
     unasked: frozenset[int] = frozenset()  # of the stage under way: clients that were asked nothing, as theirs is spent
     advice: ClassVar[str] = "fewer rounds, more noise or fewer public images (method.subset)"
 
@@ -44,7 +45,7 @@ class Budget:
         settings, data = prepared.settings, prepared.dataset
         sums = sums_work(settings, data.about, data.input_shape).rows if prepared.by.origin == "summed" else 0
         sent = Counter(dict.fromkeys(range(settings.clients), sums) if sums and not settings.on_sites else {})
-        return Budget(settings.privacy, settings.method, prepared.world, sums, sent)
+        return Budget(settings.privacy, settings.method, prepared.world, sums, sent, settings.on_sites)
 
     def mark(self, stage: Stage, events: Sequence[dict[str, Any]], came: Mapping[int, Payload]) -> None:
         """Note in the clients' events of a stage how many rows of noised logits each sent; ``came``: what arrived."""
@@ -102,18 +103,17 @@ class Budget:
 class WithinBudget:
     """An engine that asks nobody for more than the budget has left.
 
-    ``on_sites``: real sites. One of them may say what it likes of its data, and so spend its own budget at once: it is
-    left out, and the others go on. In a simulation the run ends with the first.
+    A real site may say what it likes of its data, and so spend its own budget at once: it is left out, and the others
+    go on. In a simulation the run ends with the first.
     """
 
     engine: Engine
     budget: Budget | TrainingBudget
-    on_sites: bool = False
 
     def run(self, work: ClientWork, stage: Stage, downs: Mapping[int, Payload], seed: int) -> list[Reply]:
         """The replies; raises BudgetSpent before any client has begun."""
         over = {client: why for client in sorted(downs) if (why := self.budget.over(stage, client))}
-        if over and (len(over) == len(downs) or not self.on_sites):
+        if over and (len(over) == len(downs) or not self.budget.on_sites):
             raise BudgetSpent(
                 f"{place(stage)}: {next(iter(over.values()))}; nothing of the stage was sent. A new run with "
                 f"{self.budget.advice} stays below"

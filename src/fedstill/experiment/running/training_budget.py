@@ -28,6 +28,7 @@ class TrainingBudget:
     examples: Mapping[tuple[str, int], int]
     steps: dict[int, Counter[float]] = field(default_factory=dict)
     said: dict[tuple[str, int], int] = field(default_factory=dict)
+    on_sites: bool = False
     unasked: frozenset[int] = frozenset()  # of the stage under way: clients that were asked nothing, as theirs is spent
     advice: ClassVar[str] = "fewer rounds or epochs, more noise (gradient_noise) or smaller batches"
 
@@ -37,7 +38,7 @@ class TrainingBudget:
         settings, world, sites = prepared.settings, prepared.world, prepared.sites
         clients = () if settings.on_sites else range(settings.clients)
         known = {(name, c): sites.trains_on(c, name) for name in settings.plans for c in clients}
-        return TrainingBudget(settings.privacy, world, known)
+        return TrainingBudget(settings.privacy, world, known, on_sites=settings.on_sites)
 
     def visit(self, stage: Stage, client: int, said: int | None) -> tuple[float, int]:
         """With which probability a step takes an example, and the steps, of a client that says it has so many."""
