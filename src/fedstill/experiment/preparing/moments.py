@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstill.errors import ConfigError
 
 LEAST = 1e-6
-"""A spread below this share of the mean's size counts as none, as sums of squares tell no less: the column is constant."""
+"""A spread below this share of the mean's size is none, as sums of squares tell no less: the column is constant."""
 
 
 @dataclass(frozen=True)
