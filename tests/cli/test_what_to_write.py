@@ -59,9 +59,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("compare small.toml --seed 3", "Unknown option: --seed. Did you mean --seeds?"),
         ("run small.toml --nothing 3", "Unknown option: --nothing."),
         (
-            "compare small.toml --methods fedavg,fedntd --grid method.beta=1,2",
-            "unknown key 'method.beta'; fedavg has aggregation, suspected; it is a field of fedadkd, feddkd, "
-            "feddkd_groups and 8 more: set method.name",
+            "compare small.toml --methods fedavg,fedadkd --grid method.tckd=target,binary",
+            "unknown key 'method.tckd'; fedavg has aggregation, suspected; it is a field of fedadkd, feddkd, "
+            "feddkd_groups: set method.name",
         ),
         (
             "compare small.toml --grid method.zzz=1,2",

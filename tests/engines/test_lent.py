@@ -17,7 +17,7 @@ from fedstill.experiment.measures.base import Happened, Measure, Numbers, Room
 from fedstill.experiment.running.runner import run
 from fedstill.methods.fedavg import FedAvg
 from fedstill.records import NOTHING, Carry, Payload, Ran, Stage, Step, Tensors, View, World
-from fedstill.registry import method, register
+from fedstill.registry import register
 from fedstill.work import ClientWork
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -44,7 +44,6 @@ class Written(ClientWork):
             value.add_(1.0)
 
 
-@method("toy_written")
 @dataclass(frozen=True)
 class Writing(FedAvg):
     """Averaging whose clients write into what they were sent.
@@ -88,7 +87,7 @@ def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
 ) -> None:
     if (engine, where) == ("vectorised", "terms"):
         pytest.skip("there clients have what they were sent stacked, each its own")
-    experiment = toys.toy({"name": "toy_written", "where": where}, engine=engine, clients={"failures": failures})
+    experiment = toys.toy(Writing(where=where), engine=engine, clients={"failures": failures})
     who = r"Written\.begin" if where == "begin" else "Written"
     line = rf"^{who} changes params\.\S+ in place at client \d, and others have that tensor too: make a new one"
     with pytest.raises(ChangedInPlace, match=line):

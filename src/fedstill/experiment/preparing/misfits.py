@@ -106,7 +106,8 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
         if isinstance(work, ClientWork):
             refuse_uncalled(f"method {name}", work, Method)
             plan = plans.get(stage.name)
-            if plan and plan.keep == "best" and not plan.validation and type(work).score is ClientWork.score:
+            trains = plan and (plan.epochs or plan.steps) and type(work).score is ClientWork.score
+            if plan and trains and plan.keep == "best" and not plan.validation:
                 raise ConfigError(
                     f"plan.{stage.name}.keep = 'best' needs held-out data, of which each epoch's score is: "
                     f"set plan.{stage.name}.validation, 0.1 say"
@@ -115,11 +116,6 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
 
 def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans: Collection[str]) -> None:
     """Raise for a stage that a method does not know or that would train nothing, and for a task's end that it lacks."""
-    if FIT in stages - method.stages and FIT not in plans:
-        raise IncompatibleMethod(
-            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are trained alone only "
-            f"before round 1; set topology.first = {FIT!r}"
-        )
     if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
         if unknown[0] in method.schedule.values():
             todo = "write it into stages, and into plans"
@@ -127,6 +123,11 @@ def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans:
         raise IncompatibleMethod(
             f"method {name} does not know stage {unknown[0]!r} of topology {kind}; "
             f"leave topology.kind out to get its own, {method.topology}"
+        )
+    if FIT in stages - method.stages and FIT not in plans:
+        raise IncompatibleMethod(
+            f"method {name} would train nothing in stage {FIT!r} of topology {kind}: models are trained alone only "
+            f"before round 1; set topology.first = {FIT!r}"
         )
     ending = method.schedule.get("task_end")
     if ending and ending not in stages:

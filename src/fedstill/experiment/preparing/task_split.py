@@ -109,7 +109,7 @@ def stream_of(settings: Settings, cut: Cut, parts: object) -> Stream:
 
 def task_data(stream: Stream, cut: Cut, tests: Mapping[int, Examples]) -> TaskData:
     """The cut on the clock of the stream; ``tests``: a real site's own, by task."""
-    task_of = None if cut.task is None else torch.from_numpy(np.ascontiguousarray(cut.task, dtype=np.int64))
+    task_of = None if cut.task is None else torch.from_numpy(np.array(cut.task, dtype=np.int64))
     return TaskData(stream, task_of, cut.transforms, cut.by_domain, tests)
 
 
