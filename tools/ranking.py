@@ -40,7 +40,10 @@ Which methods forget, and which learn? This page is made from the entries that s
 {INTERVALS}
 """
 
-FULL = (("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),)
+FULL = (
+    ("fedadkd/table2", "CIFAR-10 .1", "fedadkd-table2-full"),
+    ("fedadkd/table1", "CIFAR-10 s=2", "fedadkd-table1-full"),
+)
 """Tables of papers whose settings are those of the tier full: the recipe, its column, the folder of its runs."""
 
 FULL_SEEDS = range(1, 4)

@@ -169,13 +169,28 @@ def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
     assert said in " ".join(PAGE.split())
 
 
+def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
+    text = " ".join(PAGE.split())
+    fedavg, fedntd, fedadkd = (full_size(m, (1,), "table1", "s=2")[0] for m in ("FedAvg", "FedNTD", "FedADKD"))
+    over_fedavg, over_fedntd = (
+        [a - b for a, b in zip(one, other, strict=True)] for one, other in ((fedntd, fedavg), (fedadkd, fedntd))
+    )
+    assert f"{over_fedavg[-1]:.1f} points in the last round and {statistics.fmean(over_fedavg[-10:]):.1f} in" in text
+    assert f"(the paper: 17.2), on average over each fifty rounds by {by_fifties(over_fedavg)}." in text
+    lead = f"is above FedNTD** by {statistics.fmean(over_fedntd[-10:]):.1f} points in the mean of the last ten rounds"
+    assert f"{lead} (the paper: 2.3), on average over each fifty rounds by {by_fifties(over_fedntd)}:" in text
+    assert f"its last ten are {min(fedavg[-10:]):.0f} to {max(fedavg[-10:]):.0f} %" in text
+
+
 def by_fifties(lead: list[float]) -> str:
     return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
 
 
-def full_size(method: str, seeds: tuple[int, ...] = (1, 2, 3)) -> list[list[float]]:
-    """The accuracies [%] by round of each seed of a row of Table II at full size."""
-    row = readable(ROOT / "results" / "fedadkd-table2-full") / f"CIFAR-10_.1_{method}"
+def full_size(
+    method: str, seeds: tuple[int, ...] = (1, 2, 3), table: str = "table2", column: str = ".1"
+) -> list[list[float]]:
+    """The accuracies [%] by round of each seed of a row of a table of FedADKD's at full size."""
+    row = readable(ROOT / "results" / f"fedadkd-{table}-full") / f"CIFAR-10_{column}_{method}"
     journals = [read_journal(row / f"seed{seed}" / "journal.jsonl") for seed in seeds]
     curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in journals]
     assert [len(curve) for curve in curves] == [200] * len(seeds)
