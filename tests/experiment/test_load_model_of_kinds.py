@@ -16,14 +16,17 @@ import torch
 import kinds
 from fedstill.cli import call
 from fedstill.data.examples import Dataset
+from fedstill.data.form import About
 from fedstill.engines.passes import shards
 from fedstill.errors import ConfigError, DataError
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.preparing.moments import NO_SPREAD
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run, settings_of
 from fedstill.experiment.trained.loading import load_model
 from fedstill.experiment.trained.model_card import model_card
+from fedstill.experiment.trained.trained_model import TrainedModel
 from fedstill.models.contract import predictor
 
 Runs = Callable[[str], Path]
@@ -108,6 +111,13 @@ def test_logits_of_raw_examples_are_those_of_the_runs_evaluation(kind: str, runs
     if kind == "table":
         assert raw.isnan().any(), "a value is missing"
         assert abs(float(raw[:, 1].mean())) > 50, "raw rows are in the units of the file"
+
+
+def test_a_constant_column_is_0_in_the_model_and_stays_constant_in_its_noise() -> None:
+    own = About("table")
+    model = TrainedModel(torch.nn.Identity(), ("a", "b"), (2,), (0.0, 5.0), (2.0, NO_SPREAD), {}, "float32", own)
+    assert model(torch.tensor([[4.0, 905.0]])).tolist() == [[2.0, 0.0]]
+    assert model.noise(3)[:, 1].tolist() == [5.0] * 3
 
 
 def rows_of(folder: Path) -> list[dict[str, object]]:

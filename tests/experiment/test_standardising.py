@@ -15,7 +15,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.form import About
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.preparing.moments import moments
+from fedstill.experiment.preparing.moments import NO_SPREAD, moments
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 
 pytestmark = pytest.mark.usefixtures("with_threads")
@@ -45,7 +45,7 @@ def ready(data: Dataset, **said: Any) -> Prepared:
 def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None:
     data, run = table(), ready(table())
     x = data.train.values.double().numpy()
-    mean, std = x.mean(0), np.where(x.std(0) == 0, 1.0, x.std(0))
+    mean, std = x.mean(0), np.where(x.std(0) == 0, NO_SPREAD, x.std(0))
     assert np.allclose(run.sites.inputs.mean, mean)
     assert np.allclose(run.sites.inputs.std, std)
     assert np.allclose(run.sites.train.values.numpy(), (x - mean) / std, atol=1e-6)
@@ -62,6 +62,20 @@ def test_small_numbers_are_standardised_as_large_ones_are() -> None:
     assert own.std == pytest.approx(plain.std(0, correction=0).tolist(), rel=1e-6)
     assert moments(torch.full((50, 1), 1.7e9)).constant == (0,)
     assert moments(torch.zeros(50, 1)).constant == (0,)
+
+
+def test_a_constant_column_is_0_whatever_it_holds_in_the_test_set() -> None:
+    data = table()
+    data.train.values[:, 2] = 1.7e9 + torch.arange(40) * 75
+    data.test.values[:, 2] = 905.0
+    for said in ({}, {"standardise": "summed"}, {"standardise": "own"}):
+        run = ready(data, **said)
+        assert bool((run.sites.train.values[:, 2] == 0).all())
+        for test in [run.sites.common_test, *run.sites.own_tests.values()]:
+            assert test is None or bool((test.values[:, 2] == 0).all())
+    assert [note for note in run.notes if "constant" in note] == [
+        f"constant to six digits at client {client}, and left at 0: c" for client in (0, 1)
+    ]
 
 
 def test_a_test_row_changes_no_statistic() -> None:

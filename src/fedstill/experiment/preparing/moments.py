@@ -14,10 +14,13 @@ from fedstill.errors import ConfigError
 LEAST = 1e-6
 """A spread below this share of the mean's size is none, as sums of squares tell no less: the column is constant."""
 
+NO_SPREAD = 1e300
+"""The spread that a constant column is given: whatever a number of 32 bits is divided by it, is 0 in 32 bits."""
+
 
 @dataclass(frozen=True)
 class Moments:
-    """A mean and a spread (population) for each column (D,) or channel; ``constant``: columns of spread 0, given 1."""
+    """A mean and a spread (population) for each column (D,) or channel; ``constant``: columns given ``NO_SPREAD``."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -62,7 +65,7 @@ def _from(sums: Sums, fixed: Collection[int]) -> Moments:
     mean = sums.total / count
     std = (sums.squares / count - mean * mean).clamp(min=0).sqrt()
     small = std <= LEAST * mean.abs()
-    means, stds = mean.tolist(), torch.where(small, torch.ones_like(std), std).tolist()
+    means, stds = mean.tolist(), std.masked_fill(small, NO_SPREAD).tolist()
     for column in fixed:
         means[column], stds[column] = 0.0, 1.0
     if not all(map(math.isfinite, (*means, *stds))):

@@ -139,7 +139,8 @@ def _taken(
         sent = [_sums_sent(settings, work, client, train.values[part]) for client, part in _by_client(parts)]
         return _said(origin, work.moments(sent), dataset)
     own = {client: moments(train.values[part], fixed) for client, part in _by_client(parts)}
-    return Standard("own", by_client=own, notes=(_whose("own", dataset),))
+    said = [_constant(one, dataset, f" at client {client}") for client, one in own.items() if one.constant]
+    return Standard("own", by_client=own, notes=(_whose("own", dataset), *said[:20]))
 
 
 def _sums_sent(settings: Settings, work: SumUp, client: int, values: Tensor) -> tuple[Payload, int]:
@@ -173,11 +174,13 @@ def unscaled(settings: Settings, train: Examples) -> Standard:
 
 
 def _said(origin: Origin, own: Moments, dataset: Dataset) -> Standard:
+    said = (_constant(own, dataset),) if own.constant else ()
+    return Standard(origin, own.mean, own.std, notes=(_whose(origin, dataset), *said))
+
+
+def _constant(own: Moments, dataset: Dataset, where: str = "") -> str:
     names = dataset.about.features or tuple(f"channel {i}" for i in range(len(own.mean)))
-    constant = [names[i] for i in own.constant]
-    said = f"constant to six digits, and left at 0: {', '.join(constant[:20])}"
-    notes = (_whose(origin, dataset), *((said,) if constant else ()))
-    return Standard(origin, own.mean, own.std, notes=notes)
+    return f"constant to six digits{where}, and left at 0: {', '.join(names[i] for i in own.constant[:20])}"
 
 
 def _whose(origin: Origin, dataset: Dataset) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedstill.data.form import IMAGES, About
 from fedstill.data.inputs import channels_last
 from fedstill.errors import ConfigError
+from fedstill.experiment.preparing.moments import NO_SPREAD
 from fedstill.experiment.trained.encoding import as_taken
 from fedstill.models.joined import module_of
 from fedstill.origin import of_kind
@@ -105,7 +106,10 @@ class TrainedModel(nn.Module):
             return torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)
         noise = torch.randn(shape, generator=draw)
         plain = self.inputs.kind == "image" or not len(self.mean)
-        return noise if plain else (noise * self.std.cpu() + self.mean.cpu()).to(torch.float32)
+        if plain:
+            return noise
+        spread = self.std.cpu()
+        return (noise * spread.masked_fill(spread >= NO_SPREAD, 0.0) + self.mean.cpu()).to(torch.float32)
 
     def _standardised(self, examples: Tensor) -> Tensor:
         if not examples.is_floating_point():
