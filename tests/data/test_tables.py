@@ -49,6 +49,7 @@ def both(written: pa.Table, folder: Path) -> list[str]:
     return [str(folder / "p"), str(folder / "c")]
 
 
+WANTED_NUMBERS = {"columns": ("größe", "pain")}
 WANTED = {"columns": ("alter", "größe", "pain"), "categorical": (("pain", (1, 2, 3)),)}
 
 
@@ -78,6 +79,29 @@ def test_categories_are_read_where_none_are_declared_and_missing_numbers_get_a_m
         assert data.about.features == ("sex=f", "sex=m", "alter", "alter is missing")
         assert data.train.values[:, 3].tolist() == [0, 1, *[0] * 8]
         assert data.train.values[:, 2].isnan().tolist() == [False, True, *[False] * 8]
+
+
+NAN = float("nan")
+
+
+def test_a_name_that_is_nan_is_missing(place: Path) -> None:
+    pain = [1.0, NAN, 3.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0, NAN]
+    name, _ = both(table(pain=pain), place)
+    data = load_dataset(name, columns=("größe", "pain"), categorical=(("pain", ()),), missing="mean")
+    assert data.about.features == ("größe", "pain=1", "pain=2", "pain=3")
+    assert data.train.values[:, 1:].isnan().all(1).tolist() == np.isnan(pain).tolist()
+
+
+@pytest.mark.parametrize("test", [[1.0, 2.0] * 5, ["1", "2"] * 5])
+def test_an_owner_has_one_name_however_a_split_writes_it(test: list[Any], place: Path) -> None:
+    name, _ = both(table(ward=[1, 10, 2, 10, 1, 2, 1, 10, 2, 1]), place)
+    pq.write_table(table(ward=test), Path(name) / "test.parquet")
+    data = load_dataset(name, columns=("größe",), owner="ward")
+    assert data.about.owners == ("1", "2", "10")
+    assert data.train.owners is not None
+    assert data.test.owners is not None
+    assert data.train.owners.tolist()[:3] == [0, 2, 1]
+    assert data.test.owners.tolist() == [0, 1] * 5
 
 
 def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -> None:
@@ -112,6 +136,12 @@ def test_all_columns_of_numbers_are_a_table_where_nothing_is_said(place: Path) -
             {**WANTED, "owner": "ward", "missing": "drop"},
             "example 0 has no 'ward', its",
         ),
+        (
+            {"ward": [1.0, NAN] * 5},
+            {**WANTED, "owner": "ward", "missing": "drop"},
+            "example 1 has no 'ward', its owner",
+        ),
+        ({"pain": [2**60] * 10}, WANTED_NUMBERS, r"'pain' holds whole numbers beyond 2\^53.*data\.columns"),
         ({"label": [None] * 10}, {**WANTED, "missing": "drop"}, "example 0 has no label"),
         ({"label": None}, WANTED, "not one clear label column among"),
         ({}, {"input": "sex", "kind": "series"}, "column 'sex' holds string, not texts or lists of numbers"),

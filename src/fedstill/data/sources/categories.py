@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,18 +29,17 @@ class Categories:
         """Those that are declared, or else those in the training data, in order."""
         if declared:
             return Categories(column, tuple(category_name(value) for value in declared))
-        every = [value for value in train.unique().to_pylist() if value is not None]
-        every.sort(key=lambda v: (isinstance(v, str), v))
+        every = names_in_order(train.unique().to_pylist())
         if not 0 < len(every) <= MOST:
             raise DataError(f"{what}: column {column!r} has {len(every):,} categories, not 1 to {MOST:,}; leave it out")
-        return Categories(column, tuple(category_name(value) for value in every))
+        return Categories(column, every)
 
     def encoded(self, what: str, column: pa.ChunkedArray) -> NDArray[np.float32]:
         """(n, categories) of 0 and 1, NaN in rows without a value; DataError for one that is none of them."""
         place = {value: k for k, value in enumerate(self.values)}
         out = np.zeros((len(column), len(place)), dtype=np.float32)
         for row, value in enumerate(column.to_pylist()):
-            if value is None:
+            if lacks(value):
                 out[row] = np.nan
             elif (said := category_name(value)) in place:
                 out[row, place[said]] = 1
@@ -50,6 +49,17 @@ class Categories:
                     f"{', '.join(self.values)[:200]}; correct it, or add it to data.categorical"
                 )
         return out
+
+
+def lacks(value: Any) -> bool:
+    """Whether a value is missing: null, or NaN, which pandas writes for it."""
+    return value is None or value != value
+
+
+def names_in_order(values: Iterable[Any]) -> tuple[str, ...]:
+    """The names of values, each once: numbers by size, then texts by letter; without those that are missing."""
+    there = sorted((value for value in values if not lacks(value)), key=lambda v: (isinstance(v, str), v))
+    return tuple(dict.fromkeys(map(category_name, there)))
 
 
 def category_name(value: Any) -> str:

@@ -63,6 +63,11 @@ def numbers(column: pa.ChunkedArray, what: str = "") -> Floats:
         plain = column.cast(pa.int8()) if pa.types.is_boolean(column.type) else column
         exact = plain.cast(pa.float64()).to_numpy(zero_copy_only=False)
     except pa.ArrowException as error:
+        if pa.types.is_integer(column.type):
+            raise DataError(
+                f"{what} holds whole numbers beyond 2^53, which no float holds; if it is an id, leave it out with "
+                "data.columns"
+            ) from error
         raise DataError(f"{what} holds something that is no number: {on_one_line(error)}; correct it") from error
     large = np.flatnonzero(np.isfinite(exact) & (np.abs(exact) > np.finfo(np.float32).max))
     if len(large):

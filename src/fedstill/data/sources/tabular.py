@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedstill.data.form import LENGTH, About, Form
 from fedstill.data.sources.agreeing import refuse_other_labels, refuse_other_types
-from fedstill.data.sources.categories import Categories
+from fedstill.data.sources.categories import Categories, category_name, lacks, names_in_order
 from fedstill.data.sources.class_ids import checked_label
 from fedstill.data.sources.column_files import Frame
 from fedstill.data.sources.columns import with_ids
@@ -161,16 +161,16 @@ def owned(what: str, tables: Tables, column: str) -> tuple[tuple[str, ...], dict
 
 
 def _owners(tables: Tables, column: str) -> tuple[str, ...]:
-    every = {value for table in tables.values() for value in table[column].unique().to_pylist()} - {None}
-    return tuple(str(value) for value in sorted(every, key=lambda v: (isinstance(v, str), v)))
+    return names_in_order({value for table in tables.values() for value in table[column].unique().to_pylist()})
 
 
 def _codes(what: str, split: str, table: pa.Table, column: str, owners: tuple[str, ...]) -> NDArray[np.int64]:
     number = {name: k for k, name in enumerate(owners)}
     values = table[column].to_pylist()
-    if None in values:
-        raise DataError(f"{what}, {split}: example {values.index(None)} has no {column!r}, its owner; correct it")
-    return np.array([number[str(value)] for value in values], dtype=np.int64)
+    for at, value in enumerate(values):
+        if lacks(value):
+            raise DataError(f"{what}, {split}: example {at} has no {column!r}, its owner; correct it")
+    return np.array([number[category_name(value)] for value in values], dtype=np.int64)
 
 
 def _labels(what: str, column: pa.ChunkedArray, keep: NDArray[np.bool_]) -> list[int | str]:
