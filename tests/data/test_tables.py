@@ -204,6 +204,46 @@ def test_series_of_several_lengths_need_one_length(place: Path) -> None:
     assert read[1, :, 1].isnan().all()
 
 
+def fixed(values: list[Any]) -> pa.Table:
+    """The same with lists of one size."""
+    kind = pa.list_(pa.list_(pa.float32(), 3), 2)
+    return lists(values).set_column(0, "x", pa.array(values, kind))
+
+
+@pytest.mark.parametrize("length", [0, 3])
+@pytest.mark.parametrize("made", [lists, fixed])
+@pytest.mark.parametrize("gap", [None, [None, [4.0, 5.0, 6.0]], [[1.0, NAN, 3.0], [4.0] * 3], [[1.0, 2.0, None]] * 2])
+def test_what_a_series_lacks_is_missing_however_it_is_written(gap: Any, made: Any, length: int, place: Path) -> None:
+    values = [gap if i == 3 else [[1.0, 2.0, 3.0], [4.0, 5.0, i]] for i in range(10)]
+    pq.write_table(made(values), place / "mine.parquet")
+    with pytest.raises(DataError, match=r"example 3 has no value \(1 of 10 rows miss one\); set data.missing"):
+        load_dataset("mine.parquet", length=length)
+    data = load_dataset("mine.parquet", length=length, missing="drop")
+    kept = torch.cat([data.train.values, data.test.values])
+    assert kept.shape == (9, 2, 3)
+    assert 3 not in kept[:, 1, 2]
+    assert kept.isfinite().all()
+
+
+def test_a_number_that_is_cut_off_is_not_missed(place: Path) -> None:
+    name, _ = both(lists([[[1.0, 2.0, NAN], [3.0, 4.0, 5.0]]] * 10), place)
+    assert load_dataset(name, length=2).train.values[0].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        ([1.0, 2.0], "example 4 has 2 values, the first 3; correct it, or leave it out"),
+        ([[1.0, 2.0]], "example 4 has 1 channels, the first 2; leave it out"),
+    ],
+)
+def test_a_length_is_asked_for_only_where_it_helps(odd: list[Any], said: str, place: Path) -> None:
+    usual = [[1.0, 2.0]] * 2 if isinstance(odd[0], list) else [1.0, 2.0, 3.0]
+    name, _ = both(lists([odd if i == 4 else usual for i in range(10)]), place)
+    with pytest.raises(DataError, match=f"{said}$"):
+        load_dataset(name)
+
+
 def test_texts_are_token_ids(place: Path) -> None:
     rows = pa.table({"text": ["a cat", "", "ein Hund im Garten"] * 4, "label": ["x", "y", "x"] * 4})
     for name in both(rows.set_column(0, "text", pa.array(["a cat", "no", "ein Hund im Garten"] * 4)), place):

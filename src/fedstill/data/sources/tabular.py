@@ -20,7 +20,7 @@ from fedstill.data.sources.columns import with_ids
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.doubts import names_of_rows, too_close
 from fedstill.data.sources.kinds import InputColumns
-from fedstill.data.sources.nested import nested
+from fedstill.data.sources.nested import lacking, nested
 from fedstill.data.sources.table_rows import begins, numbers, table_rows, with_features, with_marks
 from fedstill.data.sources.text import encoded
 from fedstill.errors import DataError
@@ -192,8 +192,10 @@ def _whole(
         if own.dtype.kind != "f":
             continue
         _refuse_infinite(f"{what}, {split}", own, about)
-        padded = form.kind == "series" and form.length > 0
-        gaps = np.zeros(len(own), dtype=bool) if padded else np.isnan(own).reshape(len(own), -1).any(1)
+        if form.kind == "series":  # what fills one up is NaN as well
+            gaps = lacking(tables[split][form.input], 2, form.length)
+        else:
+            gaps = np.isnan(own).reshape(len(own), -1).any(1)
         if not gaps.any() or (form.missing == "mean" and form.kind == "table"):
             continue
         if form.missing == "drop":
