@@ -26,6 +26,15 @@ def test_words_are_hashed_by_crc_32() -> None:
     assert (got.vocabulary, got.cut, got.sha) == (1000, 0.0, "")
 
 
+def test_marks_belong_to_their_word_and_one_spelling_is_one_word() -> None:
+    words = ["की", "कि", "कु", "के", "का", "ที่", "ทั้"]
+    own = [1 + binascii.crc32(w.encode()) % 8191 for w in words]
+    assert encoded([" ".join(words)], "words", 8192, 8).ids[0].tolist() == [*own, 0]
+    composed, apart, plain = encoded(["caf\u00e9", "cafe\u0301", "cafe"], "words", 8192, 2).ids.tolist()
+    assert composed == apart != plain
+    assert encoded(["\u0301 \ufe0f"], "words", 8192, 2).ids.tolist() == [[0, 0]], "a mark begins no word"
+
+
 def test_bytes_are_bytes() -> None:
     got = encoded(TEXTS, "bytes", 5, 40)
     for text, row in zip(TEXTS, got.ids, strict=True):

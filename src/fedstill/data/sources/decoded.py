@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fedstill.data.cache_folder import cache_folder
 from fedstill.data.form import IMAGES, About
 
-LAYOUT = 4
+LAYOUT = 5
 """Raised when what is written changes, so that older entries are not read."""
 
 Arrays = tuple[NDArray[Any], NDArray[np.int64]]

@@ -5,7 +5,10 @@ Id 0 is padding: after a text that is shorter than others, never inside one that
 
 from __future__ import annotations
 
+import functools
 import re
+import sys
+import unicodedata
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +24,6 @@ from fedstill.files import digest
 BYTES = 257
 """Token ids of ``"bytes"``: 256, and padding."""
 
-WORD = re.compile(r"\w+")
 PADDING = {"[PAD]", "<pad>", "<|pad|>", "[pad]", "<PAD>"}
 """What padding is called in tokenizers' files that do not say which token it is."""
 
@@ -43,10 +45,10 @@ class TokenIds:
 def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) -> TokenIds:
     """Texts as token ids.
 
-    tokenizer: "words": lower case, each run of letters and digits is a word, and its id is 1 + the CRC-32 of its UTF-8
-    bytes modulo (``vocabulary`` - 1), so that two words may share one. "bytes": the UTF-8 bytes, each plus 1. Otherwise
-    a file ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it has; its ids are shifted by 1 where
-    its padding is not 0, so that 0 is padding for every network.
+    tokenizer: "words": lower case in Unicode's form NFC, each run of letters, their marks and digits is a word, and its
+    id is 1 + the CRC-32 of its UTF-8 bytes modulo (``vocabulary`` - 1), so that two words may share one. "bytes": the
+    UTF-8 bytes, each plus 1. Otherwise a file ``*.json`` of Hugging Face's ``tokenizers``, with the vocabulary that it
+    has; its ids are shifted by 1 where its padding is not 0, so that 0 is padding for every network.
     vocabulary: of words, >= 2. length: tokens of a text that are kept, >= 1.
 
     Raises ConfigError for another tokenizer, a file that is none, or numbers out of range; DataError for a text that is
@@ -76,11 +78,18 @@ def encoded(texts: Sequence[str], tokenizer: str, vocabulary: int, length: int) 
 def _words(texts: Sequence[str], vocabulary: int) -> Iterator[Sequence[int]]:
     known: dict[str, int] = {}
     for at, text in enumerate(texts):
-        words = WORD.findall(text.lower())
+        words = _word().findall(unicodedata.normalize("NFC", text.lower()))
         for word in words:
             if word not in known:
                 known[word] = 1 + zlib.crc32(_utf8(word, at)) % (vocabulary - 1)
         yield [known[word] for word in words]
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    """A letter, digit or underscore, and what follows of these and of marks, as vowel signs are in Hindi and Thai."""
+    marks = "".join(c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c).startswith("M"))
+    return re.compile(rf"\w[\w{re.escape(marks)}]*")
 
 
 def _bytes(texts: Sequence[str]) -> Iterator[NDArray[np.int64]]:
