@@ -58,6 +58,14 @@ def test_each_owner_is_a_client_with_its_own_examples_and_test() -> None:
     assert len(run.sites.common_test) == 12
 
 
+def test_a_domain_that_is_only_tested_is_named() -> None:
+    data, stream = hospitals(), {"kind": "domains", "column": "client", "tasks": 3}
+    assert data.train.owners is not None
+    trained = replace(data, train=data.train.take((data.train.owners != 1).nonzero().flatten()))
+    with pytest.raises(ConfigError, match=r"stream\.column = 'client': 'chur' has test examples and no training"):
+        prepare(settle(toys.toy(stream=stream, topology={"clients": 2}, model="logistic", rounds=3)), trained)
+
+
 @pytest.mark.parametrize("take", ["random", "last"])
 def test_a_share_of_each_clients_rows_is_its_test_and_trains_nobody(take: str) -> None:
     run, seeded = (ready({"own_test": 0.2, "own_test_take": take}, seed=seed) for seed in (1, 2))

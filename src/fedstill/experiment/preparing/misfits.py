@@ -51,6 +51,19 @@ def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
         raise ConfigError(f"data.public_resize is for images; {dataset.name} holds {dataset.many}")
 
 
+def refuse_untrained_domain(settings: Settings, dataset: Dataset) -> None:
+    """Raise ConfigError for a value of ``stream.column`` that only test examples have: it could be no task."""
+    column, owners = settings.named.stream.values.get("column"), dataset.train.owners
+    if not column or owners is None or settings.on_sites or settings.named.partition.values.get("pool"):
+        return
+    counts = torch.bincount(owners, minlength=len(dataset.about.owners))
+    for value in (counts == 0).nonzero().flatten().tolist()[:1]:
+        raise ConfigError(
+            f"stream.column = {column!r}: {dataset.about.owners[value]!r} has test examples and no training examples, "
+            "so it can be no task; leave these rows out of the test split"
+        )
+
+
 def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
     """Raises IncompatibleMethod, or ConfigError for a model that does not take the examples, with what would help."""
     method = settings.method

@@ -29,7 +29,7 @@ from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.backbone import as_features
 from fedstill.experiment.preparing.engine_choice import ENGINES, resolved
 from fedstill.experiment.preparing.hostile import hostile_clients, refuse_hostile
-from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds
+from fedstill.experiment.preparing.misfits import refuse_misfits, refuse_other_kinds, refuse_untrained_domain
 from fedstill.experiment.preparing.moments import Moments
 from fedstill.experiment.preparing.private_training import refuse_unprivate
 from fedstill.experiment.preparing.querying import arrival_of, with_asking
@@ -114,6 +114,7 @@ def prepare(
         reuse_bytes()  # raises now if it is not a number
     dataset = as_features(settings, with_pixels(dataset or read_data(settings), settings.data))
     refuse_other_kinds(settings, dataset)
+    refuse_untrained_domain(settings, dataset)
     classes = len(dataset.classes)
     shared = divided(settings, dataset, begun, sent)
     world = started(settings, _world(settings, dataset, shared))
