@@ -30,7 +30,7 @@ def nested(what: str, column: pa.ChunkedArray, depth: int, length: int) -> Float
     return values
 
 
-def lacking(column: pa.ChunkedArray, depth: int, length: int) -> NDArray[np.bool_]:
+def with_gaps(column: pa.ChunkedArray, depth: int, length: int) -> NDArray[np.bool_]:
     """Which examples (n,) are null, or lack a list, or one of the numbers that ``length`` keeps."""
     array = _whole(column)
     lacks = _lacks_lists(array, depth)

@@ -20,7 +20,7 @@ from fedstill.data.sources.columns import with_ids
 from fedstill.data.sources.decoded import Decoded
 from fedstill.data.sources.doubts import names_of_rows, too_close
 from fedstill.data.sources.kinds import InputColumns
-from fedstill.data.sources.nested import lacking, nested
+from fedstill.data.sources.nested import nested, with_gaps
 from fedstill.data.sources.table_rows import begins, numbers, table_rows, with_features, with_marks
 from fedstill.data.sources.text import encoded
 from fedstill.errors import DataError
@@ -193,7 +193,7 @@ def _whole(
             continue
         _refuse_infinite(f"{what}, {split}", own, about)
         if form.kind == "series":  # what fills one up is NaN as well
-            gaps = lacking(tables[split][form.input], 2, form.length)
+            gaps = with_gaps(tables[split][form.input], 2, form.length)
         else:
             gaps = np.isnan(own).reshape(len(own), -1).any(1)
         if not gaps.any() or (form.missing == "mean" and form.kind == "table"):
