@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ class StopAfter(Quiet):
     def stop(self) -> bool:
         self.left -= 1
         return self.left == 0
+
+
+def before_round_1(folder: Path) -> Path:
+    """The directory as of a run that was killed before round 1: without a checkpoint, its journal cut to that."""
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if not json.loads(line).get("round")))
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "summary.json").unlink(missing_ok=True)
+    return folder
 
 
 def stopped(experiment: Experiment, folder: Path, stages: int = 2) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fedstill.experiment.running.runner import resume, run
 from fedstill.records import Payload
 from fedstill.wire.privacy import Privacy
 from flowers import needs_flower
+from run_bits import before_round_1
 
 pytestmark = [needs_flower, pytest.mark.usefixtures("with_threads")]
 
@@ -133,9 +133,7 @@ def test_a_run_that_goes_on_keeps_its_sums(place: Path) -> None:
         place / "whole" / "model.safetensors"
     ).read_bytes()
     assert len(events(place / "stopped", "moments")) == CLIENTS
-    shutil.rmtree(place / "stopped" / "checkpoints")  # as of a run that was killed before it saved any
-    (place / "stopped" / "summary.json").unlink()
-    resume(place / "stopped", grid=grid(sites))
+    resume(before_round_1(place / "stopped"), grid=grid(sites))
     assert len(events(place / "stopped", "moments")) == CLIENTS
     same = [(place / k / "model.safetensors").read_bytes() for k in ("whole", "stopped")]
     assert same[0] == same[1]

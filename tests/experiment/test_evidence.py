@@ -16,7 +16,7 @@ from fedstill.cli import call
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory import evidence
-from fedstill.experiment.running.runner import run
+from fedstill.experiment.running.runner import resume, run
 from fedstill.report.runs import find
 
 
@@ -79,7 +79,7 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
 def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed = evidence.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
-    assert str(packed) in capsys.readouterr().out
+    assert "restores configs, journals and summaries, not models" in capsys.readouterr().out
     gone(runs)
     assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
     assert (runs.parent / "page.html").stat().st_size > 100_000
@@ -87,6 +87,20 @@ def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFix
     assert call(["unpack", str(packed)]) == 2
     assert "is there already; move it away first" in capsys.readouterr().err
     assert call(["pack", str(runs.parent / "nothing")]) == 2
+
+
+def test_runs_that_are_not_finished_are_named_and_do_not_begin_anew_from_a_pack(
+    runs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (runs / "fedavg/seed1/summary.json").unlink()
+    packed = evidence.pack(runs)
+    assert f"not finished: {runs / 'fedavg/seed1'}; the pack has no checkpoints" in caplog.text
+    gone(runs)
+    evidence.unpack(packed)
+    with pytest.raises(CorruptFile, match=r"has come to round 1, and has no checkpoint .* \(a pack keeps none"):
+        resume(runs / "fedavg/seed1", toys.blobs())
+    with pytest.raises(CorruptFile, match=r"model.safetensors is damaged: .*; put it back: there are no checkpoints"):
+        resume(runs / "fedavg/seed2", toys.blobs())
 
 
 def test_the_report_of_a_pack_that_is_named_by_its_file_is_in_the_folder_of_before(

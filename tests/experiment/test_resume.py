@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from fedstill.errors import CorruptFile, Interrupted
 from fedstill.experiment.progress import Quiet
 from fedstill.experiment.running.runner import resume, run
 from forking import SETTINGS
-from run_bits import StopAfter, Whole, assert_same_bits, bits, stopped
+from run_bits import StopAfter, Whole, assert_same_bits, before_round_1, bits, stopped
 
 pytestmark = pytest.mark.usefixtures("with_threads")
 
@@ -76,12 +77,19 @@ def test_a_round_that_was_journaled_before_the_end_is_not_journaled_twice(
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_again(whole: Whole, tmp_path: Path) -> None:
-    folder = stopped(SETTINGS["sequential"], tmp_path / "run", 1)
-    for path in (folder / "checkpoints").rglob("*.*"):
-        path.unlink()
-    (folder / "checkpoints" / "LATEST").unlink()
+    folder = before_round_1(stopped(SETTINGS["sequential"], tmp_path / "run", 1))
     resume(folder, data=toys.blobs())
     assert_same_bits(bits(folder), whole("sequential"))
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    folder = stopped(SETTINGS["sequential"], tmp_path / "run", 1)
+    shutil.rmtree(folder / "checkpoints")
+    before = (folder / "journal.jsonl").read_bytes()
+    with pytest.raises(CorruptFile, match=r"has come to round 1, and has no checkpoint .* overwrite=True") as caught:
+        resume(folder, data=toys.blobs())
+    assert caught.value.in_shell.endswith("put its folder checkpoints back, or begin it anew with --overwrite")
+    assert (folder / "journal.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) -> None:

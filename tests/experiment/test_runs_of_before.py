@@ -27,6 +27,7 @@ from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.provenance import software
 from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
+from run_bits import before_round_1
 
 BEFORE = Path(__file__).parent / "begun_before"
 CONFIGS = [json.loads(line) for line in (BEFORE / "configs.jsonl").read_text().splitlines()]
@@ -101,5 +102,5 @@ def test_a_run_whose_clients_were_stacked_with_other_seeds_goes_on_alone(tmp_pat
     shutil.copytree(BEFORE / "parallel", folder)
     text = (folder / "config.toml").read_text()
     (folder / "config.toml").write_text("stacked_seeds = [7, 8]\n" + text)
-    shutil.rmtree(folder / "checkpoints")  # they were made under another configuration
+    before_round_1(folder)  # the checkpoints were made under another configuration
     assert len(resume(folder, toys.blobs()).history) == 3

@@ -1,4 +1,4 @@
-"""Commands for several runs: compare, demo, report."""
+"""Commands for several runs: compare, demo, report, pack, unpack."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def report(
 def pack_command(directory: Path) -> int:
     """Write configs, journals, splits and summaries of all runs below a directory to one file, DIRECTORY.runs.tar.xz.
 
-    `fedstill report` and `fedstill reproduce --table` read it as they read the directory, which may then be deleted.
+    `fedstill report` and `fedstill reproduce --table` read it in place of the directory. Models, checkpoints and what
+    clients remember are not in it: keep the directory to use a model or to resume a run.
 
     Args:
         directory: A directory with runs below it.
@@ -138,14 +139,14 @@ def pack_command(directory: Path) -> int:
     from fedstill.experiment.run_directory import evidence
 
     packed = evidence.pack(directory)
-    size = f"{packed.stat().st_size / 1e3:,.0f} kB"
-    print(f"{packed}: {size}; `fedstill unpack {in_shell(packed)}` makes the directory again")
+    size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
+    print(f"{packed}: {size}; {unpack} restores configs, journals and summaries, not models")
     return 0
 
 
 @app.command(name="unpack")
 def unpack_command(file: Path) -> int:
-    """Make the directory again that `fedstill pack` wrote to a file.
+    """Restore the configs, journals, splits and summaries that `fedstill pack` wrote to a file; it has no models.
 
     Args:
         file: A file NAME.runs.tar.xz.

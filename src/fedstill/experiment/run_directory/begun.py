@@ -13,6 +13,7 @@ from fedstill.experiment.config.experiment import LIVING, from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.files import digest, in_shell
 from fedstill.live_code import bind
 from fedstill.method import Method
@@ -57,6 +58,19 @@ def refuse_changed(folder: Path) -> None:
             f"others, more rounds for example, a new run may start from this one's model: fedstill run {new} --out NEW "
             f"-s start_from={in_shell(folder.resolve())}"
         )
+
+
+def refuse_lost(folder: Path) -> None:
+    """Raise CorruptFile for an unfinished run with rounds in its journal and no checkpoint: it would begin anew."""
+    journal = folder / "journal.jsonl"
+    if (folder / "summary.json").is_file() or any((folder / "checkpoints").glob("*.json")) or not journal.is_file():
+        return
+    if done := max((e.get("round") or 0 for e in read_journal(journal)), default=0):
+        text = (
+            f"{folder} has come to round {done}, and has no checkpoint to go on from (a pack keeps none): put its "
+            "folder checkpoints back, or begin it anew with"
+        )
+        raise CorruptFile(f"{text} fedstill.run(..., overwrite=True)", f"{text} --overwrite")
 
 
 def runs_below(folder: Path) -> list[Path]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
+import logging
 import lzma
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 from fedstill.data.cache_folder import cache_folder
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.files import digest, in_shell, make_folder, write_whole
+
+log = logging.getLogger("fedstill.pack")
 
 EVIDENCE = frozenset({"config.toml", "journal.jsonl", "summary.json", SPLIT, "entry.toml"})
 """The files that are packed: what was asked for, what happened, the numbers at the end, who had which data, and what
@@ -30,7 +33,8 @@ MOST = 2 << 30
 def pack(folder: Path) -> Path:
     """Write the evidence of all runs below a folder to FOLDER.runs.tar.xz; the same runs give the same bytes.
 
-    Raises ConfigError if there is none, RunExists if the file exists with other runs.
+    Warns of runs that are not finished: nobody can go on with them from the file. Raises ConfigError if there is no
+    run, RunExists if the file exists with other runs.
     """
     files = sorted(_evidence(folder)) if folder.is_dir() else []
     if not files:
@@ -49,7 +53,17 @@ def pack(folder: Path) -> Path:
             f"{packed} holds runs that {folder} does not; unpack it first: fedstill unpack {in_shell(packed)}"
         )
     write_whole(packed, data)
+    _warn_of_unfinished(files)
     return packed
+
+
+def _warn_of_unfinished(files: Sequence[Path]) -> None:
+    """Name, at most five, the runs that nobody can go on with from what is packed."""
+    finished = {path.parent for path in files if path.name == "summary.json"}
+    if begun := [str(p.parent) for p in files if p.name == "config.toml" and p.parent not in finished]:
+        more = f" and {len(begun) - 5} more" if len(begun) > 5 else ""
+        text = "not finished: %s%s; the pack has no checkpoints: keep the directory to go on"
+        log.warning(text, ", ".join(begun[:5]), more)
 
 
 def pack_of(folder: Path) -> Path:

@@ -63,6 +63,8 @@ class Result:
             model = safetensors.torch.load(path.read_bytes())
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             todo = f"delete summary.json, then `fedstill resume {in_shell(folder)}`"
+            if not (folder / "checkpoints").is_dir():
+                todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
         events = journals.read_journal(folder / "journal.jsonl")
         history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))

@@ -18,7 +18,7 @@ from fedstill.experiment.on_flower.simulated import simulate
 from fedstill.experiment.on_flower.submitted import elsewhere, refuse_calls, submit
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.progress import OnRound, Progress, Quiet
-from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
+from fedstill.experiment.run_directory.begun import refuse_changed, refuse_lost, settings_of
 from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
@@ -99,11 +99,12 @@ def resume(
 
     ``debug``, ``on_round``, ``track``: as for ``run``; trackers with a name that the run had go on by themselves.
     ``live``: ``method``, ``model`` or ``partition``, the class, network or function that the run was given in Python,
-    where another process began it. Raises CorruptFile if it is another one.
+    where another process began it. Raises CorruptFile if it is another one, and for a run whose checkpoints are gone.
     """
     folder = named_path(directory)
     settings = settings_of(folder, **live)
     refuse_changed(folder)
+    refuse_lost(folder)
     if data is not None:
         refuse_other_data(data)
     _refuse_debug(debug, settings)
