@@ -216,18 +216,15 @@ def test_a_node_that_restarts_within_the_deadline_costs_nothing(whole: Path, tmp
 
         def get_node_ids(self) -> list[int]:
             self.looks += 1
-            if self.looks == 20:
+            if self.looks == 3:  # nobody is seen now; from the next look on it is there
                 old = next(n for n in self.nodes if self.client(n) == 2)
                 self.nodes[77] = self.nodes.pop(old)
             return super().get_node_ids() if self.looks % 3 else []
 
     experiment = over_flower(REMEMBERING, deadline=20)
-    run(
-        experiment,
-        tmp_path / "run",
-        data=toys.blobs(),
-        grid=Restarting(experiment, tmp_path / "sites", None),
-    )
+    grid = Restarting(experiment, tmp_path / "sites", None)
+    run(experiment, tmp_path / "run", data=toys.blobs(), grid=grid)
+    assert 77 in grid.nodes
     same_bits(tmp_path / "run", whole)
 
 
