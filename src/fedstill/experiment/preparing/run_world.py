@@ -100,11 +100,15 @@ def _holding(train_only: tuple[str, ...], world: RunWorld, start: Start) -> RunW
     train_only += tuple(ADDED[what] for what in world.server_model.adds)
     named = {name: value for name, value in start.params.items() if matches(name, train_only)}
     others = {name: value for name, value in start.params.items() if name not in named}
-    if not named or not others:
+    if not others:
+        raise ConfigError(f"train_only names all {len(named)} entries; leave it out to train the whole network")
+    if not named:
         some = ", ".join(list(start.params)[:6])
-        raise ConfigError(f"train_only names {len(named)} of {len(start.params)} entries: {some}, …; name some of them")
+        raise ConfigError(f"train_only = {list(train_only)} matches no entry; the network has {some}, …")
     if drawn := [name for name in start.new if name in others]:
-        raise ConfigError(f"train_only keeps {drawn[0]!r} as start_from has it, and it has none; add it to train_only")
+        raise ConfigError(
+            f"start_from has no entry {drawn[0]!r}, so it cannot be kept from there; add {drawn[0]!r} to train_only"
+        )
     spec = replace(world.server_model, trains=train_only, held=hold(others))
     for layer in contract.module(spec).modules():
         if isinstance(layer, contract.NORMS) and layer.track_running_stats and world.plans_train_norms:
