@@ -143,6 +143,7 @@ def test_explain_says_what_each_value_is(capsys: pytest.CaptureFixture[str], tmp
         assert about_key(settings, key).endswith("."), key
         assert about_key(settings, key) in text, key
     assert "partition.iid_share 0.5 file c.toml Share of the clients, rounded to whole ones," in text
+    assert "privacy.clip 0.0 default The largest norm of one example's logits; 0: logits are sent as they are." in text
     assert "privacy.delta 1e-05 default At which delta" in text
     assert "plan.train.lr 0.01 default Learning rate of the first round." in text
 

@@ -1,4 +1,4 @@
-"""Privacy of uploaded logits: every image's are clipped, noise is added, and its epsilon is computed.
+"""Privacy: the table, and what protects uploaded logits: each example's are clipped and noised, epsilon is computed.
 
 What is protected: a client's whole data. Two data sets of one client are neighbours if they differ in any way, so the
 guarantee holds for a client, and all the more for one example. What its training changes in an upload is the matrix of
@@ -49,10 +49,12 @@ PROTECTED = (GROUP, SUMS_GROUP)
 
 @dataclass(frozen=True)
 class Privacy:
-    """How logits are protected before they leave a client; off if ``clip`` is 0."""
+    """The table ``[privacy]``: protection of logits (``clip``), private training (``gradient_clip``), secure sums
+    (``secure_sum``).
+    """
 
     clip: NonNegative = 0.0
-    """The largest norm of one image's logits; 0: nothing is protected."""
+    """The largest norm of one example's logits; 0: logits are sent as they are."""
     noise: NonNegative = 0.0
     """Standard deviation of the noise on every number, in units of the largest norm."""
     delta: Annotated[float, Interval(gt=0, lt=1)] = 1e-5
@@ -81,15 +83,15 @@ class Privacy:
         of_sums = ("secure_range", "secure_bits", "secure_threshold")
         if not self.secure_sum and (idle := next((k for k in of_sums if getattr(self, k) is not None), "")):
             raise ConfigError(f"privacy.{idle} needs privacy.secure_sum = true: it is of secure sums")
-        if self.trains and self.on:
+        if self.trains and self.protects_logits:
             raise ConfigError("privacy.clip is for methods that send logits, gradient_clip for models: set one of them")
         if self.epsilon is not None and not (self.sigma if self.trains else self.noise) > 0:
             what = "gradient_noise" if self.trains else "noise"
             raise ConfigError(f"privacy.epsilon = {self.epsilon} needs privacy.{what}: without it nothing bounds it")
 
     @property
-    def on(self) -> bool:
-        """Whether anything is done."""
+    def protects_logits(self) -> bool:
+        """Whether logits are clipped before they leave a client."""
         return self.clip > 0
 
     @property
@@ -108,7 +110,7 @@ class Privacy:
         seed: what noise is drawn from; None: the operating system's generator.
         """
         group = next((name for name in PROTECTED if name in up), "")
-        if not self.on or not group:
+        if not self.protects_logits or not group:
             return up
         rows = up.tensor(group)
         clipped = clip_rows(rows, self.clip)

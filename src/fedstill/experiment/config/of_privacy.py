@@ -21,7 +21,7 @@ def read_privacy(experiment: Experiment, top: TopKeys) -> tuple[Privacy, TopKeys
 
 def refuse_unprotected(privacy: Privacy, method: Method, label: str) -> None:
     """Raise IncompatibleMethod where logits are to be protected and none are sent."""
-    if privacy.on and "noisy_logits" not in method.permits:
+    if privacy.protects_logits and "noisy_logits" not in method.permits:
         raise IncompatibleMethod(
             f"[privacy] protects logits that clients upload, and method {label} uploads none; "
             "leave it out, or choose a method that exchanges logits (hiper_fedkd, fedmd, dsfl)"

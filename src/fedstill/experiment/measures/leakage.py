@@ -110,7 +110,7 @@ def _on_uploads(models: Mapping[int, Tensors], stage: Stage, room: Room) -> dict
         "clients": with_members,
         "client_auc": [tried.attack(own[tried.owners == c])["auc"] for c in with_members],
         "seen": _attacks(seen, list(models), tried),
-        **({"raw": _attacks(raw, list(models), tried)} if room.privacy.on else {}),
+        **({"raw": _attacks(raw, list(models), tried)} if room.privacy.protects_logits else {}),
     }
 
 

@@ -89,7 +89,7 @@ class Clerk:
         answer = kept or self._work(ready, request, desk)
         privacy = ready.settings.privacy
         trained = private_visit(ready, request, answer.examples) if privacy.trains else None
-        rate, sent = trained or (None, rows_of(answer.up) * privacy.on)
+        rate, sent = trained or (None, rows_of(answer.up) * privacy.protects_logits)
         if ready.settings.on_sites and sent and not answer.failure:
             desk.note_noise(request.stage, sent, rate)
         return answer
@@ -97,7 +97,7 @@ class Clerk:
     def _work(self, ready: Prepared, request: Request, desk: Desk) -> SiteReply:
         stage, client, settings = request.stage, request.client, ready.settings
         work = self._named_work(ready, request)
-        if settings.privacy.on and not isinstance(work, SumUp):
+        if settings.privacy.protects_logits and not isinstance(work, SumUp):
             most = rows_of(acting(settings.method, stage).expects(client, stage, ready.world))
         else:
             most = work.rows if isinstance(work, SumUp) else 0
@@ -110,7 +110,7 @@ class Clerk:
         (reply,) = engine.run(work, stage, {client: request.down}, settings.seed)
         if reply.failure:
             return SiteReply(client, stage.round, stage.index, failure=reply.failure)
-        if settings.privacy.on and rows_of(reply.up) > most:
+        if settings.privacy.protects_logits and rows_of(reply.up) > most:
             raise Refused(f"the request asks for {rows_of(reply.up)} rows of logits, where the run has {most}")
         answer = SiteReply(client, stage.round, stage.index, reply.up, reply.examples, reply.metrics)
         return desk.keep(request, answer, memory.held(client))
@@ -195,6 +195,6 @@ class Clerk:
 
 def _sums_before(ready: Prepared, stage: Stage) -> int:
     """The rows with noise of the sums by which the run is standardised; they went out under a name of their own."""
-    if not ready.settings.privacy.on or ready.by.origin != "summed" or stage == sums_stage(ready.world):
+    if not ready.settings.privacy.protects_logits or ready.by.origin != "summed" or stage == sums_stage(ready.world):
         return 0
     return sums_work(ready.settings, ready.sites.inputs.about, ready.dataset.input_shape).rows

@@ -104,7 +104,7 @@ def sums_work(settings: Settings, about: About, shape: tuple[int, ...]) -> SumUp
     for name, (low, high) in (limits or {}).items():
         if not low < high:
             raise ConfigError(f"data.limits: {name!r} is from {low:g} to {high:g}; give the lower number first")
-    if not privacy.on:
+    if not privacy.protects_logits:
         return SumUp(shape, about.marks)
     lacking = [names[i] for i in places if names[i] not in (limits or {})]
     if lacking:

@@ -52,7 +52,7 @@ class Budget:
         for event in events:
             event.pop("noised_rows", None)
             client = event["client"]
-            if not self.privacy.on or stage == census_stage(self.world):
+            if not self.privacy.protects_logits or stage == census_stage(self.world):
                 continue
             if client == SERVER or client not in stage.clients or "idle" in event or client in self.unasked:
                 continue
@@ -62,7 +62,7 @@ class Budget:
 
     def asked(self, stage: Stage, client: int) -> int:
         """How many rows with noise a client is asked for in a stage."""
-        if not self.privacy.on or client == SERVER or stage == census_stage(self.world):
+        if not self.privacy.protects_logits or client == SERVER or stage == census_stage(self.world):
             return 0
         if stage.round == 0:  # before round 1, beside the census
             return self.sums
@@ -86,7 +86,7 @@ class Budget:
 
     def told(self) -> dict[str, Any]:
         """For the event of a round: each client's epsilon so far (None: unbounded) at which delta; empty if off."""
-        if not self.privacy.on:
+        if not self.privacy.protects_logits:
             return {}
         spent = {rows: self.privacy.spent(rows) for rows in {0, *self.rows.values()}}
         each = [spent[self.rows[c]] for c in range(self.world.clients)]
