@@ -1,4 +1,4 @@
-"""Commands for a federation of machines: deploy init, deploy server, deploy client."""
+"""Commands for a federation of machines: deploy init, admit, key, renew, server and client."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from rich.text import Text
 
 from fedstill.experiment.preparing.prepared import Prepared
-from fedstill.experiment.running.evaluation import dealt_out
+from fedstill.experiment.run_directory.split_file import split_of_sites
 from fedstill.experiment.running.task_ends import TaskEnds
 from fedstill.report.terminal import drawn_split
 
@@ -22,7 +22,7 @@ def drawn_data(prepared: Prepared, width: int) -> Iterator[Text]:
     """The split of a run, clients × classes; with tasks a line and a split for each task."""
     classes, tests = prepared.dataset.classes, {c: len(own) for c, own in prepared.sites.own_tests.items()}
     if prepared.sites.tasks is None:
-        split = dealt_out(prepared.sites)
+        split = split_of_sites(prepared.sites)
         counts: Sequence[Sequence[int]] = split.counts(len(classes)) if split else ()
         yield drawn_split(counts, classes, width, names=prepared.names, tests=tests)
         return

@@ -8,7 +8,7 @@ import numpy as np
 
 from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.experiment.round_work import local_steps
-from fedstill.experiment.running.evaluation import dealt_out
+from fedstill.experiment.run_directory.split_file import split_of_sites
 from fedstill.labels import distance, proportions
 from fedstill.records import SERVER
 
@@ -35,7 +35,7 @@ def setting_of(prepared: Prepared) -> Setting | None:
     """Where a run stands; None where it is another kind of run: a chain, tasks, public logits, data held elsewhere."""
     sites, world = prepared.sites, prepared.world
     acting = [s for s in prepared.settings.topology(1, world) if any(c != SERVER for c in s.clients)]
-    dealt = dealt_out(sites) if sites.tasks is None and len(acting) == 1 else None
+    dealt = split_of_sites(sites) if sites.tasks is None and len(acting) == 1 else None
     if dealt is None or acting[0].hop or acting[0].view == "public" or acting[0].name not in world.plans:
         return None
     table = dealt.counts(len(prepared.dataset.classes)).table()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
@@ -19,6 +19,10 @@ from fedstill.data.partition.flat import FlatParts
 from fedstill.errors import CorruptFile
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.files import digest, write_whole
+
+if TYPE_CHECKING:
+    from fedstill.data.views import SiteViews
+    from fedstill.records import ModelSpec
 
 SPLIT = "split.safetensors"
 """The file's name in a run's directory."""
@@ -109,6 +113,20 @@ def networks_of(stored: DealtOut | None, start: Mapping[str, Any]) -> Sequence[s
     if stored is None or not stored.names:
         return [str(name) for name in start.get("models", [])]
     return [stored.names[number] for number in stored.networks.tolist()]
+
+
+def split_of_sites(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> DealtOut | None:
+    """How the data are dealt out, held-out examples included; None where that is nobody's to know.
+
+    networks: of each client, where they have not all the server's.
+    """
+    if not isinstance(sites.parts, FlatParts):
+        return None
+    order, labels = sites.parts.order.numpy(), sites.train.labels.cpu().numpy()
+    distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
+    names = tuple(spec.label for spec in distinct) if len(distinct) > 1 else ()
+    numbers = np.array([distinct[spec] for spec in networks] if names else [], dtype=np.int64)
+    return DealtOut(FlatParts(order, sites.parts.ends), labels[order], names, numbers)
 
 
 def _told(split: DealtOut, data: bytes) -> dict[str, Any]:

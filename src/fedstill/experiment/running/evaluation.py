@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedstill.data.dealt_out import DealtOut
-from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.engines.passes import correct_by_class
-from fedstill.records import Examples, ModelSpec
+from fedstill.records import Examples
 
 Counting = Callable[[Callable[[Tensor], Tensor], Examples], Tensor]
 
 
-def images_by_class(sites: SiteViews, classes: int) -> list[int]:
-    """Test images by class (C,); zeros without a common test set."""
+def tests_by_class(sites: SiteViews, classes: int) -> list[int]:
+    """Test examples by class (C,); zeros without a common test set."""
     test = sites.common_test
     return [0] * classes if test is None else torch.bincount(test.labels, minlength=classes).tolist()
-
-
-def dealt_out(sites: SiteViews, networks: Sequence[ModelSpec] = ()) -> DealtOut | None:
-    """How the data are dealt out, held-out examples included; None where that is nobody's to know.
-
-    networks: of each client, where they have not all the server's.
-    """
-    if not isinstance(sites.parts, FlatParts):
-        return None
-    order, labels = sites.parts.order.numpy(), sites.train.labels.cpu().numpy()
-    distinct = {spec: number for number, spec in enumerate(dict.fromkeys(networks))}
-    names = tuple(spec.label for spec in distinct) if len(distinct) > 1 else ()
-    numbers = np.array([distinct[spec] for spec in networks] if names else [], dtype=np.int64)
-    return DealtOut(FlatParts(order, sites.parts.ends), labels[order], names, numbers)
 
 
 def of_some_clients(name: str) -> bool:
@@ -57,9 +40,9 @@ def evaluated(
 
     right_of: counts a predictor's right answers by class; unset, in a pass of its own. Models of some clients
     ("client 3", "cluster 0") all stand in ``others``: none of them is the federation's. None where there is no test
-    set, or no test image of a class.
+    set, or no test example of a class.
     """
-    test, totals = sites.common_test, images_by_class(sites, classes)
+    test, totals = sites.common_test, tests_by_class(sites, classes)
     if test is None or not predictors:
         return {"accuracy": None, "class_accuracy": [None] * classes}
     each = {}

@@ -16,9 +16,10 @@ from fedstill.engines.memory import Memory
 from fedstill.experiment.measures.base import Happened, Reports, seconds_at_clients
 from fedstill.experiment.measures.choose import measures
 from fedstill.experiment.preparing.prepared import Prepared
+from fedstill.experiment.run_directory.split_file import split_of_sites
 from fedstill.experiment.running.about_data import sealed_examples, told_of_data
 from fedstill.experiment.running.asking_measures import looked, note_silent, summed_by_measures, when_they_look
-from fedstill.experiment.running.evaluation import dealt_out, evaluated, images_by_class
+from fedstill.experiment.running.evaluation import evaluated, tests_by_class
 from fedstill.experiment.running.own_answers import OwnAnswers
 from fedstill.experiment.running.own_tests import OwnTests
 from fedstill.experiment.running.privacy_budget import Budget
@@ -65,8 +66,8 @@ class Measuring:
         self._last = when_they_look(self.measures, self.prepared)
         self.queried = RunQueries(self.prepared)
         world = self.prepared.world
-        self.dealt_out, classes = dealt_out(self.prepared.sites, world.client_models), world.classes
-        self._totals = images_by_class(self.prepared.sites, classes)
+        self.dealt_out, classes = split_of_sites(self.prepared.sites, world.client_models), world.classes
+        self._totals = tests_by_class(self.prepared.sites, classes)
         counts = self.dealt_out.counts(classes) if self.dealt_out else ()
         self.own = OwnAnswers(settings.method.personal, counts, self._totals)
         self.tasks = TaskEnds(self.prepared)
