@@ -131,7 +131,7 @@ def carried_out(row: Row, folder: Path, more: Sequence[str], tests: Sequence[str
     probed = subprocess.run([str(python), "-c", PROBE], env=settings, capture_output=True, text=True, check=False)
     began = time.monotonic()
     output = folder / f"{row.name}.log"
-    with output.open("w") as log:
+    with output.open("w", encoding="utf-8") as log:
         command = [str(python), "-m", "pytest", *SIDE_BY_SIDE, *tests]
         try:
             subprocess.run(command, env=settings, cwd=ROOT, stdout=log, stderr=log, timeout=ROW_SECONDS, check=False)
@@ -166,7 +166,7 @@ def main() -> int:
     wanted, folder = chosen(given.rows), given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     failing: dict[str, Sequence[str]] = {}
-    with (folder / "table.md").open("a") as table:
+    with (folder / "table.md").open("a", encoding="utf-8") as table:
 
         def say(text: str) -> None:
             table.write(text)

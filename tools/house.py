@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections import defaultdict
@@ -23,6 +24,9 @@ FILE_LINES = 250
 
 FUNCTION_LINES = 40
 """The most lines of code in a function: from ``def`` to its end, without docstring, blank lines and comment lines."""
+
+TEXT_MODE = re.compile("[rwax][+t]*")
+"""A mode in which ``Path.open`` opens a text."""
 
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -165,8 +169,17 @@ def _without_encoding(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="read_text" | "write_text"), keywords=keywords):
-                if "encoding" not in {k.arg for k in keywords}:
-                    yield node.lineno
+                unsaid = True
+            case ast.Call(func=ast.Name("open"), args=[_], keywords=keywords):
+                unsaid = "mode" not in {k.arg for k in keywords}
+            case ast.Call(func=ast.Name("open"), args=[_, ast.Constant(str(mode)), *_], keywords=keywords):
+                unsaid = "b" not in mode
+            case ast.Call(func=ast.Attribute(attr="open"), args=[ast.Constant(str(mode)), *_], keywords=keywords):
+                unsaid = TEXT_MODE.fullmatch(mode) is not None
+            case _:
+                continue
+        if unsaid and "encoding" not in {k.arg for k in keywords}:
+            yield node.lineno
 
 
 def _imported(module: Module) -> Iterator[str]:

@@ -36,7 +36,7 @@ def adopt() -> None:
 def run(command: Sequence[str], settings: Mapping[str, str], folder: Path, seconds: float) -> Ran:
     """Run a command in a folder, with its output in files there; end whatever it leaves."""
     began, peak = time.time(), 0
-    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+    with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = subprocess.Popen(command, env=settings, cwd=folder, stdout=out, stderr=err, start_new_session=True)
         try:
             while process.poll() is None and time.time() - began < seconds:

@@ -55,10 +55,21 @@ def test_a_variable_called_found_is_seen_wherever_it_is_bound(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("call", "status"),
-    [("read_text()", 1), ("write_text('a')", 1), ("read_text(encoding='utf-8')", 0), ("write_bytes(b'a')", 0)],
+    [
+        ("path.read_text()", 1),
+        ("path.write_text('a')", 1),
+        ("path.read_text(encoding='utf-8')", 0),
+        ("path.write_bytes(b'a')", 0),
+        ("path.open('w')", 1),
+        ("path.open('rb')", 0),
+        ("path.open('a', encoding='utf-8')", 0),
+        ("open(path)", 1),
+        ("open(path, 'rb')", 0),
+        ("open(path, 'r+')", 1),
+    ],
 )
 def test_a_text_is_read_and_written_in_a_named_encoding(tmp_path: Path, call: str, status: int) -> None:
-    assert main([str(package(tmp_path, one=f"def f(path):\n    path.{call}\n"))]) == status
+    assert main([str(package(tmp_path, one=f"def f(path):\n    {call}\n"))]) == status
 
 
 def test_a_circle_between_packages_is_seen_though_its_modules_form_none(tmp_path: Path) -> None:

@@ -175,9 +175,8 @@ def test_a_damaged_look_is_named_with_its_journal(
 
 def test_leaks_are_the_journals(looked: Path, page: dict[str, list[dict[str, Any]]]) -> None:
     found = seen(looked / "all" / "a0.5", "leakage")
-    for attack, by_round, curves in zip(
-        ("loss", "likelihood_ratio"), page["leakage"], page["leakage"][2:], strict=False
-    ):
+    attacks, leaks = ("loss", "likelihood_ratio"), page["leakage"]
+    for attack, by_round, curves in zip(attacks, leaks[:2], leaks[2:4], strict=True):
         assert by_round["data"][0]["y"] == pytest.approx([e["seen"][attack]["auc"] for e in found], abs=1e-5)
         coin, drawn, *_ = curves["data"]
         assert coin["x"] == coin["y"]
