@@ -259,8 +259,8 @@ def test_what_a_later_query_holds_out_is_new(local: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        ([], "name what the client asks for with --classes, or what is reason to ask with --by"),
-        (["--classes", "1", "--by", "lack"], "name what the client asks for with --classes, or"),
+        ([], "say which classes the client asks for (--classes 7,9), or why it asks (--by lack)"),
+        (["--classes", "1", "--by", "lack"], "say which classes the client asks for"),
         (["--by", "accuracy"], "--by accuracy and --under go together"),
         (["--by", "lack", "--under", "0.5"], "--by accuracy and --under go together"),
         (["--by", "luck"], "query.by = 'luck'"),
@@ -291,7 +291,7 @@ def test_what_cannot_be_a_later_query_is_refused(local: Path, lacking: tuple[int
     save_model(tmp_path / "wide.safetensors", wide, initial(wide, 0))
     with pytest.raises(ConfigError, match=r"wide.safetensors is a mlp\(hidden=\(17,\)\), client 0 has a mlp"):
         ask(local, 0, [lacking[0]], later=Later(tmp_path / "wide.safetensors"))
-    with pytest.raises(ConfigError, match=r"images have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"):
+    with pytest.raises(ConfigError, match=r"examples have shape \(1, 4, 4\), those of the run \(1, 8, 8\)"):
         ask(local, 0, [lacking[0]], later=Later(new=toys.blobs()))
     with pytest.raises(
         ConfigError, match=r"client 0 has no reason to ask: its model is right on 1e-07 % or more of each"

@@ -196,7 +196,7 @@ def test_a_file_that_is_larger_than_an_image_can_be_is_not_read(
     with (tmp_path / "mine/a.webp").open("wb") as file:
         file.write(encoded("WEBP"))
         file.truncate(20 * MEGABYTE)  # a hole: it takes no room on the disk
-    with at_most(), pytest.raises(DataError, match=r"a\.webp has 20 MB, and an image at most 1.0 MB"):
+    with at_most(), pytest.raises(DataError, match=r"a\.webp is 20 MB; an image may have at most 1.0 MB"):
         read_unlabelled(tmp_path / "mine")
 
 

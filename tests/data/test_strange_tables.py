@@ -191,7 +191,9 @@ def test_which_files_were_read_is_said_where_names_do_not_say_it() -> None:
         csv(f"mine/{name}.csv")
     about = load_dataset("mine").about
     assert about.notes[0] == "read train from notes.csv, train.csv; test from test.csv"
-    assert about.cautions == ("taken for training data, as no name of a split begins theirs: notes.csv",)
+    assert about.cautions == (
+        "read as training data, because their names do not begin with train, test or validation: notes.csv",
+    )
     csv("mixed/train.csv")
     parquet("mixed/test.parquet")
     with pytest.raises(DataError, match=r"mixed has parquet files \(test\.parquet\) and train\.csv; the splits"):

@@ -350,7 +350,7 @@ def test_a_site_answers_no_plain_request_for_its_model(tmp_path: Path) -> None:
     server = Asked(tmp_path)
     for down in (server.model, Payload({**server.model, **question("model", "abc")}), question("keys", "../x")):
         answer = server.ask(0, down)
-        assert "summed in secret, so this site answers no request that is no step" in answer.failure
+        assert "summed in secret: this site answers only the steps of the secure sum" in answer.failure
         assert not answer.up
 
 

@@ -89,17 +89,17 @@ def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
         pytest.skip("there clients have what they were sent stacked, each its own")
     experiment = toys.toy(Writing(where=where), engine=engine, clients={"failures": failures})
     who = r"Written\.begin" if where == "begin" else "Written"
-    line = rf"^{who} changes params\.\S+ in place at client \d, and others have that tensor too: make a new one"
+    line = rf"^{who} writes into params\.\S+ at client \d, which others share: make a new tensor"
     with pytest.raises(ChangedInPlace, match=line):
         run(experiment, tmp_path / "run", data=toys.blobs())
 
 
 def test_a_measure_that_writes_into_the_run_ends_it(tmp_path: Path) -> None:
-    line = r"^WritingMeasure\.look changes after\.params\.\S+ in place, .* \(test_lent.py, line \d+, in look\)$"
+    line = r"WritingMeasure\.look writes into after\.params\.\S+, which others .* \(test_lent.py, line \d+, in look\)$"
     with pytest.raises(ChangedInPlace, match=line):
         run(toys.toy(measure=("toy_writing",)), tmp_path / "run", data=toys.blobs())
 
 
 def test_so_does_one_that_writes_into_a_clients_model(tmp_path: Path) -> None:
-    with pytest.raises(ChangedInPlace, match=r"^WritingAtClient\.at_client changes end\.\S+ in place at client \d"):
+    with pytest.raises(ChangedInPlace, match=r"^WritingAtClient\.at_client writes into end\.\S+ at client \d"):
         run(toys.toy(measure=("toy_writing_client",)), tmp_path / "run", data=toys.blobs())

@@ -184,7 +184,7 @@ def test_nobody_may_have_reason_to_ask(tmp_path: Path) -> None:
         (
             {"plan": {**ONCE["plan"], "validation": 0.0}},
             ConfigError,
-            "plan.fit.keep = 'best' needs held-out data, .*: set plan.fit.validation, 0.1 say",
+            "plan.fit.keep = 'best' scores each epoch on held-out data, .*: set plan.fit.validation, 0.1 say",
         ),
         ({"method": "fedavg", "rounds": 2}, IncompatibleMethod, "there is no stage 'fit'; set topology.first = 'fit'"),
         ({"method": "toy_peers"}, IncompatibleMethod, "its work must be fedstill.fitting.Fit"),

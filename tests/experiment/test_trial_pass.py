@@ -91,7 +91,9 @@ def test_features_of_a_network_that_is_not_its_parts_are_refused(changes: dict[s
 
 
 def test_plans_that_need_scores_need_held_out_data() -> None:
-    with pytest.raises(ConfigError, match=r"^plan\.train\.keep = 'best' needs held-out data, .*: set plan\.train\.val"):
+    with pytest.raises(
+        ConfigError, match=r"^plan\.train\.keep = 'best' scores each epoch on held-out data, .*: set plan\.train\.val"
+    ):
         ready("toy_softmax", plan={"keep": "best"})
     assert ready("toy_softmax", plan={"keep": "best", "validation": 0.2, "patience": 1})
     said = [line for line in cautions(ready("toy_branching", plan={"patience": 2})) if "patience" in line]

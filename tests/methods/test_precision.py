@@ -106,7 +106,7 @@ def test_a_stack_trains_in_bfloat16_too() -> None:
 
 
 def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="'tf32' is a CUDA device's"):
+    with pytest.raises(ConfigError, match="'tf32' works on CUDA devices only"):
         settle(Experiment(precision="tf32"))
     monkeypatch.setattr(precision, "has_bfloat16", lambda device: False)
     with pytest.raises(ConfigError, match="no units for bfloat16"):

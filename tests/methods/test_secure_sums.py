@@ -258,7 +258,7 @@ REFUSED = {
     "two clients": (secret(topology={"clients": 2}), "stage 'train' has 2 client.* side by side"),
     "two means": (
         secret({"name": "feddyn", "aggregation": "examples"}),
-        "makes something else of models than of their",
+        "gives another result for single models than for their",
     ),
     "a measure": (secret(measure=("alignment",)), "measure 'alignment' looks at single clients' models"),
     "contributions": (secret(measure=("contributions",)), "measure 'contributions' looks at single clients' models"),
@@ -291,7 +291,7 @@ class Squares(FedAvg):
 
 
 def test_a_fold_that_only_says_it_is_linear_is_found_out() -> None:
-    with pytest.raises(IncompatibleMethod, match="makes something else of models than of their mean"):
+    with pytest.raises(IncompatibleMethod, match="gives another result for single models than for their mean"):
         prepare(settle(secret("toy_squares")), toys.blobs())
 
 

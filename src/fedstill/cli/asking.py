@@ -54,7 +54,7 @@ def query(
     from fedstill.written_over import MODEL, refuse_other_kind
 
     if bool(by) == bool(classes):
-        raise ConfigError("name what the client asks for with --classes, or what is reason to ask with --by")
+        raise ConfigError("say which classes the client asks for (--classes 7,9), or why it asks (--by lack)")
     if ("accuracy" in by) != (under is not None):
         raise ConfigError("--by accuracy and --under go together, e.g. --by accuracy --under 0.6")
     if ("need" in by) != bool(need):

@@ -1,4 +1,4 @@
-"""What to write instead of words that the command line does not take: lists with spaces in place of commas."""
+"""What to write instead of a command line that cannot be read: spaced lists, keys as options, missing arguments."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     """What to write in the place of an option that is none, but a key of the config; empty if it is not.
 
     >>> as_key(["run", "my.toml", "--seed", "3"], "--seed")
-    '--seed is no option but a key of the config: -s seed=3'
+    '--seed is a key of the config, not an option; write -s seed=3'
     """
     if not tokens or tokens[0] not in WITH_SETTINGS or option in WITH_SETTINGS[tokens[0]]:
         return ""
@@ -80,7 +80,8 @@ def as_key(tokens: Sequence[str], option: str) -> str:
     if not (home := home_of(option.lstrip("-").replace("-", "_"))):
         return ""
     values = next((words for said, words in _values(tokens) if said == option), [])
-    return f"{option} is no option but a key of the config: -s {home}={in_shell(values[0]) if values else 'VALUE'}"
+    value = in_shell(values[0]) if values else "VALUE"
+    return f"{option} is a key of the config, not an option; write -s {home}={value}"
 
 
 def first_argument(tokens: Sequence[str]) -> str:
@@ -110,11 +111,11 @@ def unused_words(tokens: Sequence[str]) -> str:
     """The same where the command had no use for some words, whatever they look like; also of options to repeat.
 
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
-    "a value over the config's needs -s before it: -s plan.lr=0.1"
+    "to override a value of the config, write -s before it: -s plan.lr=0.1"
     """
     alone = next((words for option, words in _values(tokens) if not option), [])
     if settings := [f"-s {word}" for word in alone if "=" in word]:
-        return f"a value over the config's needs -s before it: {' '.join(settings)}"
+        return f"to override a value of the config, write -s before it: {' '.join(settings)}"
     return _corrected(tokens, LISTS | REPEATED, lambda _: True)
 
 

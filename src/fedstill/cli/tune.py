@@ -31,9 +31,10 @@ def tune_command(
     set_: Settings = (),
     quiet: Quiet = False,
 ) -> int:
-    """Look for good values of fields by trials (Optuna's TPE), each a run a seed; say what to report on which seeds.
+    """Look for good values of fields by trials (Optuna's TPE); each trial is one run per seed.
 
-    The same command goes on where it was stopped, with --out; more trials continue the search. It needs the extra tune.
+    Then print the command that reports the best values on other seeds. The same command goes on where it was stopped,
+    with --out; more trials continue the search. It needs the extra tune.
 
     Args:
         config: What all runs have in common, a TOML file. Unset, the defaults.

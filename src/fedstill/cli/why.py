@@ -40,14 +40,14 @@ def why_command(
     """Say who made the model forget: what a class lost in a round by local training and by averaging, and by client.
 
     Without the measure contributions in the journal, the rounds since the nearest checkpoint are gone through again;
-    keep_checkpoints_every in the config makes that short. Of a method that folds what clients send in another way than
-    as a sum, two ends are asked instead of a path, which the answer says.
+    keep_checkpoints_every in the config makes that short. Where a method's fold is not a sum, contributions are
+    computed from the two end points instead of along a path; the answer says so.
 
     Args:
         directory: The run's directory.
         class_: The class, by number or name. Unset, the one with the deepest fall.
         round_: The round. Unset, the one with the deepest fall; with --client, round 1.
-        worst: How many of the deepest falls are told of.
+        worst: How many of the deepest falls to report.
         exact: Ask all coalitions of the round's clients, at most ten.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
         without: Go through rounds again without this client, and compare: what would have been.

@@ -24,7 +24,7 @@ class Lent:
                 where = definition(by)
                 who = "" if client is None else " at the server" if client == -1 else f" at client {client}"
                 raise ChangedInPlace(
-                    f"{by.__qualname__} changes {name} in place{who}, and others have that tensor too: make a new one "
+                    f"{by.__qualname__} writes into {name}{who}, which others share: make a new tensor "
                     "(x + 1, not x.add_(1)), or change x.clone()" + (f" ({where})" if where else "")
                 )
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 def check_precision(precision: Precision, device: str) -> None:
     """Raise ConfigError for a precision that no device of this kind has."""
     if precision == "tf32" and device != "cuda":
-        raise ConfigError("precision = 'tf32' is a CUDA device's; on the CPU set precision = 'fp32' or 'bf16'")
+        raise ConfigError("precision = 'tf32' works on CUDA devices only; on the CPU set precision = 'fp32' or 'bf16'")
 
 
 def check_machine(precision: Precision, device: str) -> None:

@@ -173,7 +173,7 @@ def _guest(path: Path, prepared: Prepared) -> Guest:
     if spec.classes != own.classes:
         raise ConfigError(f"teacher {path} knows {spec.classes} classes, the run has {own.classes}")
     if spec.input_shape != own.input_shape:
-        raise ConfigError(f"teacher {path} takes images of {spec.input_shape}, the run's are {own.input_shape}")
+        raise ConfigError(f"teacher {path} takes examples of {spec.input_shape}, the run's are {own.input_shape}")
     return Guest(path.name, spec, params)
 
 

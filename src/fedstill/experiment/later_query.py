@@ -45,7 +45,10 @@ class Later:
 def by_now(
     prepared: Prepared, folder: Path, client: int, later: Later
 ) -> tuple[Prepared, dict[int, Tensors], dict[str, Any]]:
-    """The run with a client's new data, all clients' models by now, and their numbers of examples when they trained."""
+    """The run with a client's new data, all clients' models by now, and their numbers of examples when they trained.
+
+    Raises ConfigError for a client that trained nothing, and for a student of another network.
+    """
     models, sizes = _local_models(folder)
     if client not in models:
         raise ConfigError(f"client {client} trained no model in {folder}")
@@ -87,7 +90,7 @@ def with_new_data(prepared: Prepared, client: int, new: Dataset) -> Prepared:
     sites, classes = prepared.sites, prepared.dataset.classes
     shape, wanted = tuple(new.train.values.shape[1:]), tuple(sites.train.values.shape[1:])
     if shape != wanted:
-        raise ConfigError(f"new data {new.name}: images have shape {shape}, those of the run {wanted}")
+        raise ConfigError(f"new data {new.name}: examples have shape {shape}, those of the run {wanted}")
     unknown = [c for c in new.classes if c not in classes]
     if unknown:
         raise ConfigError(

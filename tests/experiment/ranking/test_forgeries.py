@@ -49,7 +49,10 @@ def everybody(events: Events) -> Events:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda e: last(e, answers=[{"average_accuracy_before": 1.0, "average_accuracy": 1.0}]), "nobody asked"),
+        (
+            lambda e: last(e, answers=[{"average_accuracy_before": 1.0, "average_accuracy": 1.0}]),
+            "answers to queries, but the run has no queries",
+        ),
         (lambda e: every(e, "round", class_accuracy=[1.0] * 90), "accuracies of 90 classes, and there are 10"),
         (lambda e: every(e, "round", class_accuracy=[1.0] * 9 + [None]), "accuracies of 9 classes, and 10 have test"),
         (lambda e: every(e, "round", class_accuracy=NO_MODEL), "accuracies of 0 classes, and 10 have test examples"),
@@ -57,7 +60,7 @@ def everybody(events: Events) -> Events:
             lambda e: every(e, "round", **NO_ANSWER, personal_class_accuracy=[1.0] * 10),
             "personal_class_accuracy, which does not follow from its clients' events",
         ),
-        (lambda e: every(e, "round", personal_class_accuracy=[2.0] * 10), "are no shares, one a class"),
+        (lambda e: every(e, "round", personal_class_accuracy=[2.0] * 10), "must be one number from 0 to 1 per class"),
         (lambda e: every(e, "round", personal_class_accuracy=[float("nan")] * 10), "a number that is not finite"),
         (lambda e: every(e, "round", bytes_down=0), "0 bytes down, and its clients' events have"),
         (lambda e: every(e, "round", forgetting=-1.0), "forgetting = -1.0, and"),
@@ -235,7 +238,7 @@ def test_all_runs_of_a_file_of_its_own_have_what_was_chosen(
         ({"scores": [[7.0], [0.1]]}, "its tries need 3 scores each"),
         ({"scores": [[7.0] * 3, [0.1] * 3]}, "from 0 to 1"),
         ({"scores": [[float("nan")] * 3, [0.1] * 3]}, "from 0 to 1"),
-        ({"sent": [-1, 1]}, "sent fewer bytes than none"),
+        ({"sent": [-1, 1]}, "has a negative number of bytes"),
     ],
 )
 def test_scores_of_choosing_are_shares_of_three_seeds(choice: dict[str, Any], said: str, entry: Entered) -> None:
@@ -262,7 +265,7 @@ def test_more_rounds_than_memory_holds_are_refused_first(entry: Entered) -> None
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a | b", "a\nb", "`a`", "\\input{a}"])
 def test_names_that_mean_something_in_a_table_are_refused(name: str, entry: Entered) -> None:
     told(entry, lambda tree: tree["made"].__setitem__("processor", name))
-    assert "holds a sign that no table can show" in refusals(entry.folder)[0]
+    assert "contains a character that tables cannot show" in refusals(entry.folder)[0]
 
 
 def test_whoever_checks_draws_other_runs_by_another_number(entry: Entered, suite: Suite) -> None:

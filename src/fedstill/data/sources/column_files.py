@@ -61,8 +61,11 @@ class ParquetFrame:
         with in_one_line(path):
             about, schema = claims(path), pq.read_schema(path)
             for name in names:
-                if len(schema.get_all_field_indices(name)) != 1:
-                    raise DataError(f"{path} has not one column {name!r}, as {self.files[0].name} has; write it again")
+                if (count := len(schema.get_all_field_indices(name))) != 1:
+                    raise DataError(
+                        f"{path} must have exactly one column {name!r}, as {self.files[0].name} has; it has {count}; "
+                        "write it again"
+                    )
             refuse_claims(path, about, [f"{name}." for name in names] + names)
             rows = ROWS_AT_ONCE if all(_fixed(schema.field(name).type) for name in names) else 1
             batches, unpacked, stored = [], 0, path.stat().st_size
@@ -94,7 +97,7 @@ class CsvFrame:
         return pa.schema([_agreed(own) for own in fields.values()])
 
     def read(self, names: Sequence[str], gaps: bool = False) -> pa.Table:
-        """Some columns of all files."""
+        """Some columns of all files. Raises DataError where files differ in them."""
         for path, table in zip(self.files, self._each, strict=True):
             if not gaps and (lacking := [name for name in names if name not in table.column_names]):
                 raise DataError(

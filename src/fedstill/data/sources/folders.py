@@ -37,7 +37,7 @@ def data_root(folder: str | Path | None) -> Path | None:
 
 
 def at_home(given: str | Path) -> Path:
-    """A path with ``~`` as the home folder, if there is one."""
+    """A path with ``~`` as the home folder, if there is one. Raises DataError if there is no such home folder."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -52,7 +52,10 @@ def local_folder(name: str, folder: str | Path | None) -> Path | None:
 
 
 def read_folder(name: str, place: Path, columns: Columns, known: Known | None = None) -> Decoded:
-    """What a folder holds, verified, and decoded once: the cache's key covers its files' names, sizes and times."""
+    """What a folder holds, verified, and decoded once: the cache's key covers its files' names, sizes and times.
+
+    Raises DataError for an empty folder, and for files that are no data set.
+    """
     files = files_below(place)
     stamps = [(str(p.relative_to(place)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     origin = {"folder": str(place.resolve()), "files": stamps, "columns": vars(columns), "known": repr(known)}
@@ -131,7 +134,9 @@ def _told_of_files(data: Decoded, place: Path, files: Sequence[Path]) -> Decoded
     about = replace(data.about, notes=(*data.about.notes, f"read {'; '.join(each)}"))
     silent = [path for path in every if not said_split(path)]
     if 0 < len(silent) < len(every):
-        about = about.warned(f"taken for training data, as no name of a split begins theirs: {_named(silent)}")
+        about = about.warned(
+            f"read as training data, because their names do not begin with train, test or validation: {_named(silent)}"
+        )
     return replace(data, about=about)
 
 

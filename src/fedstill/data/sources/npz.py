@@ -90,7 +90,7 @@ def _header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Header:
         try:
             shape, _, dtype = HEADERS[version](file)
         except (MemoryError, RecursionError) as error:  # of the parser: the header is short
-            raise ValueError(f"{info.filename} has a header that is no header") from error
+            raise ValueError(f"{info.filename} has a damaged header") from error
         start = file.tell()
     if dtype.kind in "US" and info.filename.endswith("_labels.npy"):
         raise DataError(

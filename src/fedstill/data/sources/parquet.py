@@ -153,8 +153,9 @@ def _label_column(path: Path, schema: pa.Schema, name: str) -> str:
 
 
 def _kind(path: Path, schema: pa.Schema, name: str) -> pa.DataType:
-    if len(schema.get_all_field_indices(name)) != 1:
-        raise DataError(f"{path} has not one column {name!r}, as the first file of its split does; write it again")
+    if (count := len(schema.get_all_field_indices(name))) != 1:
+        first = "as the first file of its split has"
+        raise DataError(f"{path} must have exactly one column {name!r}, {first}; it has {count}; write it again")
     return schema.field(name).type
 
 

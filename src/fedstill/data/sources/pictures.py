@@ -149,7 +149,9 @@ def _plain_file(name: str, path: Path) -> IO[bytes]:
 
 def _refuse_heavy(name: str, size: int) -> None:
     if size > IMAGE_BYTES:
-        raise DataError(f"{name} has {size_text(size)}, and an image at most {size_text(IMAGE_BYTES)}; make it smaller")
+        raise DataError(
+            f"{name} is {size_text(size)}; an image may have at most {size_text(IMAGE_BYTES)}; make it smaller"
+        )
 
 
 def _formats() -> tuple[str, ...]:

@@ -40,8 +40,8 @@ def note_left(
         return dict(masked)
     if away := sorted(set(left) - masked.keys()):
         raise TooFewReplies(
-            f"{sum.name}: clients revealed shares before the run stopped, and do so again only if the same are left: "
-            f"{', '.join(map(str, left))}; client {away[0]}: {came[away[0]].failure}; resume when it is back"
+            f"{sum.name}: clients already revealed shares for this sum, and repeat that only if the same clients take "
+            f"part: {', '.join(map(str, left))}; client {away[0]}: {came[away[0]].failure}; resume when it is back"
         )
     for client in masked.keys() - set(left):
         came[client] = as_failed(came[client], "was not left when shares were revealed, before the run stopped")

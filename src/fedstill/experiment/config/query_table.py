@@ -38,7 +38,7 @@ def _lists(written: Any) -> Any:
 def _odd(query: QueryTable) -> str:
     by = query.by or ()
     if query.classes and query.draw != "none":
-        return ": classes are written and drawn; leave query.draw or [query.classes] out"
+        return ": [query.classes] names the classes and query.draw would draw them; leave one out"
     if query.by is not None and query.draw == "none":
         return ".by says what raises a query; say with query.draw for how many classes: 'single', 'multi' or 'all'"
     if query.by is not None and (not by or len(set(by)) < len(by)):
@@ -54,7 +54,7 @@ def _odd(query: QueryTable) -> str:
     if query.again and not query.asks:
         return ".again: nobody asks; set query.draw, or write [query.classes]"
     if query.data_at_first is not None and not query.again:
-        return ".data_at_first is how much data clients have when they first ask of several times; set query.again"
+        return ".data_at_first applies only where clients ask more than once; set query.again, or leave it out"
     return ""
 
 

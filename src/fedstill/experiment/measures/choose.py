@@ -112,7 +112,7 @@ def _lacks(need: str, setting: MeasuredRun) -> str:
         return "no client trains on its own data here; set plan.epochs above 0"
     if need == "held_out" and not setting.labelled and not any(_holds_out(stage, world) for stage in setting.schedule):
         todo = "set plan.validation = 0.2, or data.public_labels = true with public data"
-        return f"clients hold no examples out, and no public images have labels, so it would say nothing; {todo}"
+        return f"clients hold no examples out, and no public examples have labels, so it would say nothing; {todo}"
     if need == "client_data" and not setting.simulated:
         return "it looks at clients' data, which a server sees in a simulation only; leave flower.data = 'sites' out"
     return ""

@@ -41,7 +41,7 @@ class SiteSums:
         down = self.request.down
         step, word = (str(down.get(PREFIX + k, "")) for k in ("step", "word"))
         if step not in STEPS or not word.isalnum():
-            raise Refused("models of this run are summed in secret, so this site answers no request that is no step")
+            raise Refused("models of this run are summed in secret: this site answers only the steps of the secure sum")
         one = self._summand(step, word)
         if step == "vector":
             return self._vector(one, word, work)

@@ -85,7 +85,8 @@ def _refuse(settings: Settings, dataset: Dataset) -> None:
         )
     if data.public_from not in ("train", "noise"):
         raise ConfigError(
-            "data.features_of has a public set of the training set or of noise: leave data.public_from out"
+            "with data.features_of the public set can only come from the training set or from noise; "
+            "leave data.public_from out"
         )
     if settings.on_sites:
         raise ConfigError(

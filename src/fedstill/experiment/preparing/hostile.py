@@ -93,8 +93,8 @@ def refuse_hostile(settings: Settings, world: World) -> None:
     name = settings.named.method.label
     if "robust_fold" not in settings.method.permits:
         raise IncompatibleMethod(
-            f"method {name} cannot take aggregation = {how!r}: the server makes more of replies than a mean; choose "
-            "'examples' or 'uniform', or a method whose fold is a mean (fedavg, fedntd)"
+            f"method {name} cannot take aggregation = {how!r}: the server does more with replies than average them; "
+            "choose 'examples' or 'uniform', or a method whose fold is a mean (fedavg, fedntd)"
         )
     side_by_side = max(len(stage.clients) for stage in settings.topology(1, world))
     if side_by_side < FEWEST:

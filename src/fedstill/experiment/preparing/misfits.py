@@ -122,7 +122,7 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
             trains = plan and (plan.epochs or plan.steps) and type(work).score is ClientWork.score
             if plan and trains and plan.keep == "best" and not plan.validation:
                 raise ConfigError(
-                    f"plan.{stage.name}.keep = 'best' needs held-out data, of which each epoch's score is: "
+                    f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
                     f"set plan.{stage.name}.validation, 0.1 say"
                 )
 

@@ -97,7 +97,7 @@ def _measured(chosen: Mapping[str, Measure]) -> str:
 
 
 def _demand_linear(settings: Settings, stage: Stage, world: World) -> None:
-    """Raise IncompatibleMethod if the fold of a stage makes something else of its models than of their mean."""
+    """Raise IncompatibleMethod if the fold of a stage gives another result for single models than for their mean."""
     method, name = settings.method, settings.named.method.label
     try:
         state = method.open(method.setup(world), [stage], world)
@@ -113,8 +113,8 @@ def _demand_linear(settings: Settings, stage: Stage, world: World) -> None:
         ) from error
     if not near:
         raise IncompatibleMethod(
-            f"privacy.secure_sum with method {name}: as it is set, its fold of stage {stage.name!r} makes something "
-            "else of models than of their mean; with method.aggregation = 'uniform' it may, or choose fedavg"
+            f"privacy.secure_sum with method {name}: as it is set, its fold of stage {stage.name!r} gives another "
+            "result for single models than for their mean; with method.aggregation = 'uniform' it may, or choose fedavg"
         )
 
 

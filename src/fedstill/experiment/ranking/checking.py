@@ -173,7 +173,7 @@ def _other_choice(entry: Entered, suite: Suite) -> str:
     if {len(own) for own in entry.choice.scores} != {len(CHOOSING_SEEDS)} or not all(0 <= s <= 1 for s in scores):
         return f"its tries need {len(CHOOSING_SEEDS)} scores each, one a seed of choosing, from 0 to 1"
     if min(entry.choice.sent) < 0:
-        return "a try sent fewer bytes than none"
+        return "a try has a negative number of bytes"
     tries = suite.tries_of(entry.row) if entry.row in suite.tries else ()
     if [dict(t) for t in tries] != [dict(t) for t in entry.tries]:
         return f"its tries are not those of {suite.name}"

@@ -86,12 +86,12 @@ def _answers(event: Mapping[str, Any], start: Event, classes: int) -> str:
     """What is said of clients' own models are shares, of each class, and of queries only where anyone asks."""
     personal = event.get("personal_class_accuracy") or []
     if len(personal) not in (0, classes) or not all(v is None or 0 <= v <= 1 for v in personal):
-        return "clients' own accuracies by class are no shares, one a class"
+        return "clients' own accuracies by class must be one number from 0 to 1 per class"
     asked = event.get("answers") or []
     if asked and "queries" not in start:
-        return "it has answers, and nobody asked"
+        return "it has answers to queries, but the run has no queries"
     shares = [a[key] for a in asked for key in ("average_accuracy", "average_accuracy_before")]
-    return "" if all(v is None or 0 <= v <= 1 for v in shares) else "an answer's accuracy is no share"
+    return "" if all(v is None or 0 <= v <= 1 for v in shares) else "an answer's accuracy must be from 0 to 1"
 
 
 def _task(event: Mapping[str, Any], classes: int) -> str:

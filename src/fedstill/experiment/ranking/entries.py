@@ -204,7 +204,7 @@ def read_entry(folder: Path) -> Entered:
             raise ValueError(f"its file {own!r} is not in it")
         words = {key: _of(tree, key, str) for key in ("suite", "row", "method")}
         if strange := [v for v in (*words.values(), *tree["made"].values()) if STRANGE.search(str(v))]:
-            raise ValueError(f"{strange[0]!r} holds a sign that no table can show")
+            raise ValueError(f"{strange[0]!r} contains a character that tables cannot show")
         tables = {key: _of(tree, key, dict) for key in ("fields", "made", "digests")}
         return Entered(
             place,

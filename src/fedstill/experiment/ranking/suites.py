@@ -206,7 +206,7 @@ def own_suite(path: Path) -> Suite:
     Raises ConfigError for a file that is no suite, or has the name of one that ships.
     """
     if path.stem in suite_names():
-        raise ConfigError(f"{path}: {path.stem} is the name of a suite that ships; call the file otherwise")
+        raise ConfigError(f"{path}: {path.stem} is the name of a built-in suite; rename the file")
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -37,7 +37,7 @@ class Budget:
     rows: Counter[int] = field(default_factory=Counter)
     on_sites: bool = False
     unasked: frozenset[int] = frozenset()  # of the stage under way: clients that were asked nothing, as theirs is spent
-    advice: ClassVar[str] = "fewer rounds, more noise or fewer public images (method.subset)"
+    advice: ClassVar[str] = "fewer rounds, more noise or fewer public examples (method.subset)"
 
     @staticmethod
     def of(prepared: Prepared) -> Budget:
