@@ -73,6 +73,7 @@ class Plan:
         Minibatch SGD" (2017), section 2.2, for the warm-up.
         Reading: t = 0 is the first round with lr itself, and the end of the cosine is the round after the last: no
         round trains with a rate of 0. Rounds beyond the last have the last one's.
+        Raises ConfigError for "cosine" without a round after the warm-up.
         """
         since = max(round, 1) - 1 - self.lr_warmup
         if since < 0:

@@ -103,7 +103,10 @@ def make_client(path: Path) -> None:
 
 
 def authority_of(folder: Path) -> Authority:
-    """The authority whose certificate and key are in a folder, to sign the next certificate."""
+    """The authority whose certificate and key are in a folder, to sign the next certificate.
+
+    Raises ConfigError without them.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec

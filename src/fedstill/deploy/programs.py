@@ -134,7 +134,10 @@ def write_link(federation: Federation, insecure: bool) -> None:
 
 
 def admit(federation: Federation, seconds: float = ANSWER_SECONDS) -> Iterator[str]:
-    """Let in the clients whose keys are listed, and nobody else; a line for each change."""
+    """Let in the clients whose keys are listed, and nobody else; a line for each change.
+
+    Raises DeployFailed for a key that was revoked.
+    """
     control, wanted = Control.of(federation), listed(federation)
     there = when_it_listens(control.nodes, seconds)
     for node, (name, key) in there.items():

@@ -49,7 +49,10 @@ def build(spec: ModelSpec) -> nn.Module:
 
 
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
-    """A module of a name, a file or an import path, with what a spec knows of the data and these fields."""
+    """A module of a name, a file or an import path, with what a spec knows of the data and these fields.
+
+    Raises ConfigError if it cannot be made, or is no module.
+    """
     entry = registry.lookup("model", name)
     if isinstance(entry.target, nn.Module):
         todo = "name its class, or a function that gives it; from Python, Experiment(model=NETWORK) takes one"

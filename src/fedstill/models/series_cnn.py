@@ -20,7 +20,7 @@ def series_cnn(input_shape: SeriesShape, classes: int, hidden: Count = 128) -> N
     """Three convolutions over time (kernel 5; 32, 64, 64 channels), each with max-pooling by 2, and one hidden layer.
 
     A series (channels, L) needs L >= 8. Its convolutions are those of images one row high, which torch computes faster
-    than one-dimensional ones.
+    than one-dimensional ones. Raises ConfigError for a shorter one.
 
     hidden: The units of the hidden layer.
 

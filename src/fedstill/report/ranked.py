@@ -48,6 +48,7 @@ def rows_below(folders: Sequence[Path]) -> tuple[dict[str, list[RankedRow]], dic
     """The rows of all entries in some folders by suite, the suites with newcomers' rows, and what was left out and why.
 
     An entry is taken if what can be checked without a run is as it should be, but for what is drawn here.
+    Raises ConfigError for a folder without an entry.
     """
     rows: dict[str, list[RankedRow]] = {}
     suites: dict[str, Suite] = {}

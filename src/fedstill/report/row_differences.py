@@ -68,6 +68,7 @@ def apart_from_others(
     """How far each row is from other runs, those of the folder ``where``: of the row of its name, or of ``against``.
 
     First it says which settings that both have are not the same, of the method only where the row is.
+    Raises ConfigError where the others have none of these runs, and for a row that is not there.
     """
     _check_row(against, cells)
     if not any(run.folder.is_dir() for run in others):

@@ -25,7 +25,10 @@ def export_tensorboard(directories: Sequence[Path], out: Path) -> list[Path]:
 
 
 def export(directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tracker]) -> list[Path]:
-    """Tell each run to a tracker of its own, made for a folder under ``out``."""
+    """Tell each run to a tracker of its own, made for a folder under ``out``.
+
+    Raises ConfigError for a folder that is not empty, or cannot be written.
+    """
     runs = find(directories)
     labels = _labels(runs)
     folders = [out / name for name in labels]

@@ -101,7 +101,10 @@ class Summand:
         return public_half(self._masking) + public_half(self._sealing) + seed
 
     def shares(self, keys: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Step 2: shares of both secrets for each client with keys, itself included, each sealed for it alone."""
+        """Step 2: shares of both secrets for each client with keys, itself included, each sealed for it alone.
+
+        Raises BadPayload for keys that are not the clients', or that were others before.
+        """
         self.sum.demand(keys, "sent keys")
         if keys.get(self.client) != self.public or len(set(keys.values())) < len(keys):
             raise BadPayload("the keys of the secure sum are not those of its clients")
@@ -130,7 +133,11 @@ class Summand:
         return out
 
     def masked(self, vector: Masks, received: Mapping[int, bytes]) -> Masks:
-        """Step 3: the vector (n,) under all masks; ``received``: the sealed shares from each client that sent some."""
+        """Step 3: the vector (n,) under all masks; ``received``: the sealed shares from each client that sent some.
+
+        Raises BadPayload for shares from clients without keys, for others than before, and for shares that cannot be
+        opened.
+        """
         self.sum.demand(received, "sent shares")
         if not received.keys() <= self.keys.keys() or self.client not in received:
             raise BadPayload("sealed shares came from clients without keys")
@@ -148,7 +155,7 @@ class Summand:
     def revealed(self, left: Collection[int]) -> dict[int, bytes]:
         """Step 4: of each client that is left a share of its seed, of each other one of its key; for one ``left`` only.
 
-        ``left``: the clients whose masked vectors came.
+        ``left``: the clients whose masked vectors came. Raises BadPayload for others than before, or without shares.
         """
         self.sum.demand(left, "sent masked vectors")
         if not set(left) <= self.sealed.keys() or self.client not in left:

@@ -64,7 +64,7 @@ def dirichlet_draw(
     max_tries: int = 20_000,
     stream: Stream = "official",
 ) -> Draw:
-    """The split of ``dirichlet`` with the number of draws it took."""
+    """The split of ``dirichlet`` with the number of draws it took. Raises InfeasiblePartition where no draw fits."""
     refuse_too_many("dirichlet", len(labels), clients, min_size)
     owned = class_indices(labels)
     draw = _official if stream == "official" else _fast

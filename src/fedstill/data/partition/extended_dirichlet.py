@@ -68,7 +68,10 @@ def extended_dirichlet_draw(
     allocations: int = 5,
     lower_min_size: bool = False,
 ) -> Draw:
-    """The split of ``extended_dirichlet`` with the draws it took and the minimum size it reached."""
+    """The split of ``extended_dirichlet`` with the draws it took and the minimum size it reached.
+
+    Raises InfeasiblePartition where no draw fits.
+    """
     refuse_too_many("extended_dirichlet", len(labels), clients, min_size)
     owned = class_indices(labels)
     stream = legacy_stream(seed)

@@ -81,7 +81,10 @@ def ends_of(sizes: ArrayLike) -> NDArray[np.int64]:
 
 
 def bounds(ends: NDArray[np.int64], client: int) -> tuple[int, int]:
-    """Where a client's part starts and stops; a negative number counts from the end, as in a list."""
+    """Where a client's part starts and stops; a negative number counts from the end, as in a list.
+
+    Raises IndexError for a client that there is not.
+    """
     number = operator.index(client)
     number += len(ends) if number < 0 else 0
     if not 0 <= number < len(ends):

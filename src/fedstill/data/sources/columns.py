@@ -91,7 +91,7 @@ def with_ids(
 
 
 def read_rows(pictures: Pictures, cells: Iterator[tuple[Any, Any]]) -> tuple[NDArray[np.uint8], list[int | str]]:
-    """(N, C, H, W) of encoded images, and their labels."""
+    """(N, C, H, W) of encoded images, and their labels. Raises DataError without an example, an image or a label."""
     images: list[NDArray[np.uint8]] = []
     labels: list[int | str] = []
     for k, (image, label) in enumerate(cells):

@@ -60,7 +60,7 @@ def load_dataset(
     ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
     Raises DataError for data that are damaged or not what their name promises, DataAbsent for those that are not here,
-    UnknownName for no such name.
+    UnknownName for no such name, ConfigError for a name that is neither a text nor a path.
     """
     name, fields = plain_value(name), plain_value(fields)
     if not isinstance(name, str):
@@ -117,7 +117,10 @@ def _refuse_required(name: str, target: Callable[..., Any], given: Collection[st
 
 
 def load_known(known: Known, folder: str | Path | None, size: int | None = None) -> Dataset:
-    """A data set of the catalogue: from its folder in ``folder``, from the system, from the hub, in this order."""
+    """A data set of the catalogue: from its folder in ``folder``, from the system, from the hub, in this order.
+
+    Raises DataAbsent if it is at none of these.
+    """
     columns = Columns(size=size)
     place, root = local_folder(known.name, folder), data_root(folder)
     if place is None and known.system is not None and Path(known.system).is_dir():

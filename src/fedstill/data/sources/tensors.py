@@ -218,7 +218,10 @@ def _array(what: str, given: object) -> NDArray[Any]:
 def as_dataset(
     name: str, data: Decoded, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
 ) -> Dataset:
-    """Verified arrays as a data set; of images, with mean and std 0.5 for every channel where none are given."""
+    """Verified arrays as a data set; of images, with mean and std 0.5 for every channel where none are given.
+
+    Raises ConfigError for a mean or std that the data cannot have.
+    """
     splits = {split: _examples(data, split) for split in data.splits}
     shape = splits["train"].values.shape[1:]
     if data.about.kind == "image":

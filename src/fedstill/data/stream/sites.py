@@ -13,6 +13,8 @@ def site_stream(tasks: int, classes: int, order: tuple[tuple[int, ...], ...] = (
 
     order: The classes of each task, by number, where tasks differ in these; empty: all classes in each.
     cuts: The date on which each task but the first begins, for sites with a time column.
+
+    Raises ConfigError where the order is not of as many tasks.
     """
     if order and len(order) != tasks:
         raise ConfigError(f"stream.order names the classes of {len(order)} tasks, and stream.tasks = {tasks}")

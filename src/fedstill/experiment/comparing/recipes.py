@@ -135,7 +135,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A recipe by its name; raises UnknownName with the nearest one."""
+    """A recipe by its name; raises UnknownName with the nearest one, ConfigError for a file that is no recipe."""
     if name not in recipe_names():
         raise UnknownName("recipe", name, recipe_names())
     tree = tomllib.loads(recipe_text(name))

@@ -39,7 +39,8 @@ def variants(
 ) -> list[Variant]:
     """The runs of a comparison: every method, every combination of the grid's values, every seed; all checked.
 
-    Every run uses one thread, so that its bits do not depend on how many run at once.
+    Every run uses one thread, so that its bits do not depend on how many run at once. Raises ConfigError for a grid
+    without values, and where two runs are the same.
     """
     refuse_no_experiment(experiment)
     if bare := [key for key, values in (grid or {}).items() if not len(values)]:

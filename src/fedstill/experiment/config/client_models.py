@@ -35,7 +35,10 @@ def checked_models(said: Any, clients: int, base: Path | None, resolve: Callable
 
 
 def assigned(models: Any, clients: int) -> list[tuple[str, dict[str, Any]] | None]:
-    """The network of each client as (name, fields); None for the server's. Takes what ``checked_models`` gives."""
+    """The network of each client as (name, fields); None for the server's. Takes what ``checked_models`` gives.
+
+    Raises ConfigError for shares that are not above 0 or do not make 1.
+    """
     if not models:
         return [None] * clients
     if isinstance(models, Mapping) and not all(_number(v) for v in models.values()):

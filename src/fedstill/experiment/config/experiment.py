@@ -127,7 +127,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def from_tree(tree: Mapping[str, Any], origins: Mapping[str, str], base: Path | None) -> Experiment:
-    """The experiment of a parsed config; raises ConfigError naming an unknown key and the nearest legal one."""
+    """The experiment of a parsed config; raises ConfigError, UnknownName for an unknown key with the nearest."""
     for key in tree:
         if key not in KEYS:
             todo = what_to_do("", key, suggestion(key, KEYS), tree, base)

@@ -109,7 +109,7 @@ def resolved_name(kind: str, name: str, base: Path | None) -> str:
 
 
 def fields_of(kind: str, name: str, base: Path | None) -> tuple[registry.Entry, Fields]:
-    """A registered thing and what a config may set of it."""
+    """A registered thing and what a config may set of it. Raises ConfigError where its fields cannot be read."""
     entry = registry.lookup(kind, name, base)
     try:
         fields = dict(entry.fields)

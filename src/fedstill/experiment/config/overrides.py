@@ -13,7 +13,7 @@ from fedstill.files import named_path
 
 
 def parse_overrides(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``.
+    """``("method.beta=0.5",)`` as ``{"method.beta": 0.5}``; raises ConfigError for what is no KEY=VALUE.
 
     >>> parse_overrides(("method.beta=0.5", "method=fedntd"))
     {'method.beta': 0.5, 'method': 'fedntd'}

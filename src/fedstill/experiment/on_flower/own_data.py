@@ -100,7 +100,10 @@ def _refuse_unlike(own: Dataset, facts: Facts) -> None:
 
 
 def standard_of(settings: Settings, own: Dataset, facts: Facts) -> Standard:
-    """By what this site's numbers are standardised: the facts' mean and spread, or its own where the run says so."""
+    """By what this site's numbers are standardised: the facts' mean and spread, or its own where the run says so.
+
+    Raises Refused where the request says otherwise than the run's configuration.
+    """
     if facts.kind in ("image", "text"):
         return Standard()
     asked = settings.data.standardise or ("declared" if facts.kind in STANDARDISED or facts.mean else "none")

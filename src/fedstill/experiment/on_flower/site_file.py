@@ -40,7 +40,10 @@ class Site:
 
 
 def load_site(path: Path) -> Site:
-    """The site in a ``site.toml``; paths are relative to its folder."""
+    """The site in a ``site.toml``; paths are relative to its folder.
+
+    Raises ConfigError for a file that cannot be read, naming the key that is wrong.
+    """
     try:
         tree = tomllib.loads(path.read_bytes().decode())
     except OSError as error:

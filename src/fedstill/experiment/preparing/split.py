@@ -21,7 +21,9 @@ from fedstill.records import Examples
 
 
 def split(settings: Settings, train: Examples, seed: int | None = None) -> FlatParts[NDArray[np.int64]]:
-    """Positions of each client's examples; raises InfeasiblePartition if a client would have none.
+    """Positions of each client's examples.
+
+    Raises InfeasiblePartition if a client would have none, ConfigError for a partition of yours that fails.
 
     ``seed``: what a partition that draws draws from; unset: its own, or the run's.
     """

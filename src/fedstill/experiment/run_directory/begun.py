@@ -24,6 +24,7 @@ def settings_of(folder: Path, **live: Any) -> Settings:
     """The settings of an existing run; raises NoRun where there is none, CorruptFile for one that is damaged.
 
     ``live``: what was handed over from Python when the run began, by table (``method``, ``model``, ``partition``).
+    Raises ConfigError for another table, and for one that the run finds itself.
     """
     path = folder / "config.toml"
     try:

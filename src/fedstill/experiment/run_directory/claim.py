@@ -26,7 +26,10 @@ OTHER = ("choose another directory with out=", "choose another --out")
 
 
 def new_directory(settings: Settings, out: Path | None, overwrite: bool = False) -> Path:
-    """A directory for a new run; raises RunExists if it holds anything already, other than a run to ``overwrite``."""
+    """A directory for a new run; raises RunExists if it holds anything already, other than a run to ``overwrite``.
+
+    Raises ConfigError if it cannot be made, or for ``overwrite`` without ``out``.
+    """
     if overwrite and out is None:
         raise ConfigError("overwrite=True needs out=, the run's directory", "--overwrite needs --out")
     name = settings.named.method.name.rpartition("/")[2].replace(":", "-")
@@ -74,7 +77,10 @@ def _is_made(folder: Path) -> bool:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock a run's directory against other processes; the lock ends with this process, however it ends."""
+    """Lock a run's directory against other processes; the lock ends with this process, however it ends.
+
+    Raises NoRun without the directory, RunBusy if another process holds it, ConfigError if it cannot be written.
+    """
     if not folder.is_dir():
         raise NoRun(f"there is no directory {folder}")
     lock = FileLock(folder / LOCK, timeout=0)
@@ -98,7 +104,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[None]:
-    """Make the folder of several runs, if it is not there, and lock it against other comparisons."""
+    """Make the folder of several runs, if it is not there, and lock it against other comparisons.
+
+    Raises RunExists for a file of that name, ConfigError if the folder cannot be made or written, RunBusy if another
+    process holds it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

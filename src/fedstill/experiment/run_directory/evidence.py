@@ -108,7 +108,10 @@ def _holds_runs(folder: Path) -> bool:
 
 
 def unpack(packed: Path) -> Path:
-    """Write a pack's files to the folder that was packed, beside what it holds; raises RunExists if it holds runs."""
+    """Write a pack's files to the folder that was packed, beside what it holds.
+
+    Raises ConfigError if there is no such pack, RunExists if the folder holds runs, CorruptFile for a damaged pack.
+    """
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
         raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
     folder = packed.with_name(packed.name.removesuffix(SUFFIX))
