@@ -127,5 +127,4 @@ def test_blocks_end_at_an_empty_line_or_the_next_label() -> None:
     read = docstrings.blocks(text)
     assert read["Source"] == ["a paper, and another: see there."]
     assert read["Memory"] == ["nothing."]
-    assert docstrings.declared_groups(read["State"][0]) == {"h": "a sum, zeros at first", "model.N": "a model"}
-    assert docstrings.declared_groups(read["Memory"][0]) == {}
+    assert read["State"] == ["the global parameters; h = a sum, zeros at first; model.N = a model."]

@@ -28,10 +28,6 @@ def test_the_norm_leaves_integers_out_and_shows_what_is_not_finite() -> None:
     assert trees.norm({}) == 0.0
 
 
-def test_stack_and_unstack() -> None:
-    assert [t["w"].tolist() for t in trees.unstack(trees.stack([A, B]))] == [[1.0, 2.0], [3.0, -2.0]]
-
-
 def test_the_mean_keeps_the_first_integers_and_needs_weights() -> None:
     mean = trees.mean([A, B], [1, 3])
     assert mean["w"].tolist() == [2.5, -1.0]

@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 _LABEL = re.compile(r"([A-Z][a-z]+):(?: |$)")
-_GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
 
 
 def sentences(thing: Callable[..., Any]) -> dict[str, str]:
@@ -52,16 +51,6 @@ def blocks(text: str) -> dict[str, list[str]]:
         else:
             current = None
     return out
-
-
-def declared_groups(block: str) -> dict[str, str]:
-    """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name ``model.N`` is many.
-
-    >>> declared_groups("the global parameters; fisher, mean = sums, (n,); model.N = what client N sent.")
-    {'fisher': 'sums, (n,)', 'mean': 'sums, (n,)', 'model.N': 'what client N sent'}
-    """
-    declared = [m for part in block.removesuffix(".").split("; ") if (m := _GROUPS.fullmatch(part))]
-    return {name: m[2] for m in declared for name in m[1].split(", ")}
 
 
 def _of_parameters(function: Callable[..., Any]) -> dict[str, str]:

@@ -95,9 +95,3 @@ def same_bits(a: Tensors, b: Tensors) -> bool:
 def stack(trees: Sequence[Tensors]) -> dict[str, Tensor]:
     """K trees of equal shapes as one, with a leading axis of length K."""
     return {k: torch.stack([t[k] for t in trees]) for k in trees[0]}
-
-
-def unstack(tree: Tensors) -> list[dict[str, Tensor]]:
-    """The K trees of a stacked one."""
-    length = len(next(iter(tree.values())))
-    return [{k: v[i] for k, v in tree.items()} for i in range(length)]

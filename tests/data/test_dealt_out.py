@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedstill.data.dealt_out import DealtOut, LabelCounts, counts_table
 from fedstill.data.partition.flat import FlatParts
-from fedstill.metrics.client_answers import shared_answer
+from fedstill.metrics.client_answers import personal_accuracies
 
 LISTS = st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=6)
 """Labels by client, of four classes."""
@@ -59,7 +59,9 @@ def test_mean_shares_give_what_a_shared_model_is_worth_to_the_clients(
     parts, accuracy = flat(lists), np.array([0.1, 0.25, 0.6, 1.0])
     counts = LabelCounts.of_labels(parts.order, parts.ends, 4)
     worth = float(counts.mean_shares(np.array(known)) @ accuracy)
-    assert worth == pytest.approx(shared_answer(np.where(known, accuracy, np.nan), counts.table()), nan_ok=True)
+    shared = dict.fromkeys(range(len(lists)), np.where(known, accuracy, np.nan))
+    each = list(personal_accuracies(shared, counts.table().tolist()).values())
+    assert worth == pytest.approx(np.mean(each) if each else np.nan, nan_ok=True)
 
 
 def test_another_data_set_does_not_fit_a_split() -> None:

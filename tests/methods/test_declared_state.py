@@ -18,6 +18,8 @@ from fedstill.experiment.preparing.prepared import prepare
 from fedstill.rounds import run_round
 from fedstill.watch import Unwatched
 
+GROUPS = re.compile(r"([\w.]+(?:, [\w.]+)*) = (.*)", re.DOTALL)
+
 SPLIT_FIRST = {"kind": "classes", "tasks": 3, "compose": "clients_first"}
 
 OTHERWISE: dict[str, list[dict[str, Any]]] = {
@@ -78,6 +80,12 @@ def many(names: set[str]) -> set[str]:
     return {re.sub(r"\.\d+$", ".N", name) for name in names}
 
 
+def declared_groups(block: str) -> dict[str, str]:
+    """{name: what it is} of the groups that a ``State:`` or ``Memory:`` block declares; a name ``model.N`` is many."""
+    declared = [m for part in block.removesuffix(".").split("; ") if (m := GROUPS.fullmatch(part))]
+    return {name: m[2] for m in declared for name in m[1].split(", ")}
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
     in_state: set[str] = set()
@@ -90,6 +98,6 @@ def test_what_is_declared_is_kept_and_nothing_else(module: str) -> None:
     blocks = docstrings.blocks(sys.modules[module].__doc__ or "")
     for label, there in (("State", in_state), ("Memory", in_memory)):
         (declared,) = blocks.get(label, [""])
-        groups = docstrings.declared_groups(declared)
+        groups = declared_groups(declared)
         assert set(groups) == there, f"{label}: of {module}"
         assert groups or re.search(r"\bnothing\b.*\.$", declared), f"{label}: of {module} says nothing"

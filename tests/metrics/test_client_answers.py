@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedstill.metrics.client_answers import personal_accuracies, personal_answers, shared_answer
+from fedstill.metrics.client_answers import personal_accuracies, personal_answers
 
 DRAW = np.random.default_rng(3)
 COUNTS = DRAW.integers(0, 4, (6, 5)).tolist()
@@ -25,13 +25,6 @@ def test_each_client_is_weighed_by_its_own_classes() -> None:
     assert sorted(got) == [0, 1, 2, 3, 5], "a client without data has no proportions"
     for client, value in got.items():
         assert value == pytest.approx(plain(ACCURACY[client], COUNTS[client]), abs=1e-14)
-
-
-def test_a_shared_model_is_the_mean_of_the_same_answers() -> None:
-    for accuracy in (ACCURACY[0], np.array([0.5, NAN, 1.0, 0.25, NAN])):
-        each = personal_accuracies(dict.fromkeys(range(6), accuracy), COUNTS)
-        assert shared_answer(accuracy, COUNTS) == pytest.approx(np.mean(list(each.values())), abs=1e-14)
-    assert np.isnan(shared_answer([NAN, NAN], [[1, 2]]))
 
 
 def test_means_over_clients_by_class_and_what_each_lost_of_its_own_classes() -> None:

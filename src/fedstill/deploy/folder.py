@@ -22,7 +22,7 @@ from fedstill.files import make_folder, write_secret, write_whole
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all of a machine's, and by which the machine itself reaches what listens there."""
-PORT, NODE_PORT = 8443, 9100
+NODE_PORT = 9100
 MAX_CLIENTS = 10_000
 
 SITE = """\

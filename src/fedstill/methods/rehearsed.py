@@ -18,9 +18,6 @@ from fedstill.records import Examples, Tensors, View
 from fedstill.stream import OFF
 from fedstill.trees import dtype_of
 
-GROUPS = ("values", "labels", "tasks", "places", "keys")
-"""Of each kept example: what it is, its label, its task, its place among the client's examples of that, its key."""
-
 
 def lowest(keys: Tensor, labels: Tensor, size: int, by_class: bool = False) -> Tensor:
     """Which ``size`` examples are kept: those with the lowest keys, as ascending positions.
@@ -67,7 +64,11 @@ def herded(features: Tensor, labels: Tensor, size: int) -> Tensor:
 
 
 def merged(before: Payload, now: Payload, size: int, by_class: bool) -> Payload:
-    """What a client keeps after a task: of what it kept, and of that task's examples; ``now`` has the same groups."""
+    """What a client keeps after a task: of what it kept, and of that task's examples; ``now`` has the same groups.
+
+    values, labels, tasks, places, keys: of each kept example what it is, its label, its task, its place among the
+    client's examples of that, its key.
+    """
     both = Payload({g: torch.cat([before.tensor(g), now.tensor(g)]) for g in now}) if before else now
     kept = lowest(both.tensor("keys"), both.tensor("labels"), size, by_class)
     return Payload({g: both.tensor(g)[kept] for g in both})

@@ -32,20 +32,6 @@ def personal_accuracies(
     return out
 
 
-def shared_answer(class_accuracy: TensorLike, label_counts: TensorLike) -> float:
-    """The mean of ``personal_accuracies`` where one model, with accuracies (C,), is the answer of all clients.
-
-    label_counts: (clients, C). NaN where no client has a class with test examples.
-
-    >>> shared_answer([1.0, 0.5], [[3, 1], [0, 2], [0, 0]])
-    0.6875
-    """
-    accuracy, counts = values(class_accuracy, 1, "class accuracies"), values(label_counts, 2, "label counts")
-    known = ~np.isnan(accuracy)
-    counts = counts[:, known][counts[:, known].sum(1) > 0]
-    return float((counts / counts.sum(1, keepdims=True) @ accuracy[known]).mean()) if len(counts) else float("nan")
-
-
 def personal_answers(
     class_accuracy: Mapping[int, TensorLike],
     best: Mapping[int, TensorLike],

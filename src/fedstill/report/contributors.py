@@ -159,9 +159,7 @@ def _fall(run: Run, moment: Moment) -> Figure:
     return {"data": [trace], "layout": layout(showlegend=False, hovermode="closest", **axes)}
 
 
-def _running(
-    start: float, steps: Sequence[tuple[str, float]], apart: bool = True
-) -> list[tuple[str, float, float, str]]:
+def _running(start: float, steps: Sequence[tuple[str, float]]) -> list[tuple[str, float, float, str]]:
     """Steps as bars, each from where the one before ended."""
     bars, at = [], start
     for name, value in steps:

@@ -28,9 +28,6 @@ MAPPED = {
 }
 """The methods whose maps are to ship, with their names on the page; all of the tier digits."""
 
-SUITE = "digits-space"
-"""The suite on whose settings the maps that ship are."""
-
 
 def map_text(one: Grid) -> str:
     """A map as CSV: a line a run of the method and of its floor, with its cell, its score, and where that stands."""

@@ -60,10 +60,10 @@ def chosen_where(suite: Suite) -> str:
 
 def standing_lines(standings: Standings) -> list[list[str]]:
     """A line a ranked row, then the bounds, which have no rank."""
-    return [_line(standings, p) for p in standings.placed] + [_bound(standings, row) for row in standings.bounds]
+    return [_line(p) for p in standings.placed] + [_bound(standings, row) for row in standings.bounds]
 
 
-def _line(standings: Standings, placed: Placed) -> list[str]:
+def _line(placed: Placed) -> list[str]:
     apart = placed.apart
     return [
         str(placed.place),

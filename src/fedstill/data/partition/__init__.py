@@ -4,7 +4,7 @@ from fedstill.data.partition.column import column
 from fedstill.data.partition.dirichlet import dirichlet, dirichlet_draw
 from fedstill.data.partition.extended_dirichlet import extended_dirichlet, extended_dirichlet_draw
 from fedstill.data.partition.flat import FlatParts
-from fedstill.data.partition.hiper import hiper, public_split, train_validation
+from fedstill.data.partition.hiper import hiper, public_split
 from fedstill.data.partition.hybrid import hybrid
 from fedstill.data.partition.iid import iid
 from fedstill.data.partition.kept import cached
@@ -29,5 +29,4 @@ __all__ = [
     "public_split",
     "shard_rows",
     "sharding",
-    "train_validation",
 ]

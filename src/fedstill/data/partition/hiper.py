@@ -31,7 +31,7 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     """Share the pool by one matrix of Dir(alpha) rows, a row a class; the last client takes what rounding leaves.
 
     No minimum size, no balance rule; classes are cut in order, then each client's examples are shuffled with seed +
-    client. ``train_validation`` cuts each part into the notebooks' 80 % train and 20 % validation.
+    client. The notebooks hold out the last 20 % of each part: ``data.held_out = "last"``, ``plan.validation = 0.2``.
     Raises InfeasiblePartition for a client without examples.
 
     labels: Class ids (n,) of the pool alone (``labels[pool]`` of ``public_split``); indices point into it.
@@ -50,13 +50,3 @@ def hiper(labels: Labels, clients: Count, alpha: Positive, seed: Seed = 42) -> P
     for client in np.flatnonzero(parts.sizes > 1).tolist():  # to shuffle one example draws nothing
         legacy_stream(seed + client).shuffle(parts[client])  # a view: in place
     return parts
-
-
-def train_validation(part: NDArray[np.int64], share: float = 0.8) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(train, validation): the first ``share`` of a client's examples, rounded down, and the others.
-
-    >>> [len(x) for x in train_validation(np.arange(319))]
-    [255, 64]
-    """
-    cut = int(share * len(part))
-    return part[:cut], part[cut:]

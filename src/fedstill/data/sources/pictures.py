@@ -69,7 +69,7 @@ class Pictures:
         with in_one_line(name), self._file(name, cell) as file, self._opened(name, file) as picture:
             shape = _shape(picture, self.side)
             self._check(name, shape, k)
-            return self._pixels(name, picture)
+            return self._pixels(picture)
 
     def _check(self, name: str, shape: Shape, k: int) -> None:
         """Raise DataError for an image that differs from the first, or if all of them are too many."""
@@ -100,7 +100,7 @@ class Pictures:
                     )
                 yield picture
 
-    def _pixels(self, name: str, picture: Image.Image) -> Pixels:
+    def _pixels(self, picture: Image.Image) -> Pixels:
         plain = picture.convert(MODES[picture.mode])
         if self.side is not None and plain.size != (self.side, self.side):
             plain = plain.resize((self.side, self.side), Image.Resampling.BICUBIC)
