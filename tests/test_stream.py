@@ -60,6 +60,16 @@ def test_the_share_that_stays_is_in_its_old_task_until_the_next_change() -> None
     assert all(staying.task(4, c) == staying.task(3, c) for c in range(10))
 
 
+def test_the_tasks_that_a_client_has_been_in() -> None:
+    """Counted round by round; who stays for a change may pass over a task, and who joins late has none of before."""
+    moving = Stream(SIX.starts, 8, SIX.by_task, clients=30, lag=2, join=0.6, stay=0.4, seed=5)
+    for client in range(30):
+        by_round = [moving.task(r, client) for r in range(9)]
+        for r in range(9):
+            assert moving.been_in(client, r) == sorted({t for t in by_round[: r + 1] if t >= 0})
+    assert [0, 2] in [moving.been_in(client, 8) for client in range(30)]
+
+
 def test_clients_without_examples_are_not_there() -> None:
     stream = Stream(SIX.starts, 8, SIX.by_task, clients=3, absent=frozenset({(1, 2)}))
     assert [stream.present(r) for r in (2, 3, 6)] == [[0, 1, 2], [0, 1], [0, 1, 2]]

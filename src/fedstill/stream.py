@@ -101,9 +101,11 @@ class Stream:
             now -= 1
         return now
 
-    def has_joined(self, client: int, task: int) -> bool:
-        """Whether a client has joined by a task."""
-        return self.tasks == 1 or self._entries[client] <= task
+    def been_in(self, client: int, round: int) -> list[int]:
+        """The tasks that a client has been in by a round, ascending; those that it passed over are not among them."""
+        late = self._lags[client] if self.lag else 0
+        changes = (start + late for start in self.starts if start + late < round)
+        return sorted({self.task(r, client) for r in (*changes, round)} - {-1})
 
     def begins(self, round: int) -> bool:
         """Whether a task begins in a round."""

@@ -100,6 +100,17 @@ def test_the_past_is_kept_behind_the_present() -> None:
     assert torch.equal(seen_by(kept, 1, 2), now[0])
 
 
+def test_of_the_past_a_client_has_only_the_tasks_that_it_was_in() -> None:
+    prepared = ready(kind="classes", tasks=3, past="kept", stay=0.5)
+    stream, tasks = prepared.world.stream, prepared.sites.tasks
+    assert tasks is not None
+    client = next(c for c in range(6) if [stream.task(r, c) for r in (1, 3, 5)] == [0, 0, 2])
+    part = prepared.sites.parts[client]
+    own = torch.cat([part[tasks.of_task(part, task)] for task in (2, 0)])
+    assert torch.equal(seen_by(prepared, client, 5), prepared.sites.train.values[own].flatten(1))
+    assert int(prepared.sites.counts(client, 5).sum()) == len(own)
+
+
 def test_held_out_data_are_a_share_of_the_task() -> None:
     prepared = ready(kind="classes", tasks=3, also={"plan": {"epochs": 1, "validation": 0.25}})
     for round in (1, 3, 5):

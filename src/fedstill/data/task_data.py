@@ -30,13 +30,10 @@ class TaskData:
     def had(self, client: int, round: int) -> list[int]:
         """The tasks whose data a client has in a round: its own first, then the older ones in order, if these are kept.
 
-        Of a client that entered later, the tasks since then; none before it enters.
+        The older ones are those that it has been in; none before it joins.
         """
-        now = self.stream.task(round, client)
-        if now < 0:
-            return []
-        past = range(now) if self.stream.kept else ()
-        return [now, *(t for t in past if self.stream.has_joined(client, t))]
+        been = self.stream.been_in(client, round)
+        return [*been[-1:], *(been[:-1] if self.stream.kept else ())]
 
     def of_task(self, part: Tensor, task: int) -> Tensor:
         """Which of a client's examples, given their positions in the training set, belong to a task, by number."""
