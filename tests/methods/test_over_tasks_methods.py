@@ -12,10 +12,12 @@ from scipy.special import log_softmax
 
 import toys
 from fedstill.engines.step import Networks, Seen
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.running.runner import run
 from fedstill.methods.fedlwf import FedLwF, Remembered
 from fedstill.models.contract import initial, module, spec_for
-from fedstill.records import Carry
+from fedstill.records import Carry, Payload, Stage
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
@@ -57,3 +59,27 @@ def test_the_terms_of_fedlwf_by_hand() -> None:
     q, p = (log_softmax(v[:, [0, 2]] / tau, axis=1) for v in (z, was))
     np.testing.assert_allclose(terms["ce"].detach().numpy(), ce, atol=1e-5)
     np.testing.assert_allclose(terms["old"].detach().numpy(), 0.5 * tau**2 * (np.exp(p) * (p - q)).sum(1), atol=1e-5)
+
+
+@pytest.mark.parametrize(("method", "known"), [("fedlwf", "before"), ("glfc_local", "old")])
+def test_which_classes_are_old_is_by_the_task_that_a_client_is_in(method: str, known: str) -> None:
+    """A client that stays has none in its first task, and no teacher; later the old classes are those of its own."""
+    what = toys.toy(method, partition={"kind": "iid"}, stream={**STREAM, "stay": 0.5})
+    ready = prepare(settle(what), toys.blobs())
+    method_, world = ready.settings.method, ready.world
+    start, came = method_.setup(world), set()
+    for round in (2, 3):
+        stage = Stage(round, 0, "train", tuple(range(6)))
+        state = start.next(old=start.params)
+        for client in range(6):
+            task = world.stream.task(round, client)
+            down = method_.down(state, client, stage, world)
+            assert down is not None
+            carry = method_.work(stage).begin(down, Payload(), ready.sites.view(client, stage), world)
+            assert set(carry.teachers) == ({"old"} if task else set())
+            if task:
+                old = carry.constants[known]
+                classes = (old.nonzero().flatten() if old.dtype == torch.bool else old).tolist()
+                assert tuple(classes) == world.stream.seen(task - 1)
+            came.add((round, task))
+    assert came >= {(2, 0), (2, 1), (3, 1), (3, 2)}

@@ -1,7 +1,7 @@
 """FedLwF: learning without forgetting, over tasks: distil the classes of before from the model of the last task's end.
 
 Source: Li & Hoiem, "Learning without Forgetting" (2016), as TARGET's and LANDER's codes run it in a federation.
-Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task.
+Symbols: lambda = ``weight``; tau = ``temperature``; O = the classes seen before the task that the client is in.
 State: the global parameters; old = the global model at the end of the task before, from the second task on.
 Memory: nothing.
 Reading: the codes take 3 times the cross-entropy of softened old columns with tau 2 and no tau^2; with tau^2, a weight
@@ -47,7 +47,8 @@ class FedLwF(FedAvg):
         return state
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
-        return Payload(params=state.params, **{k: state.extra.tensors(k) for k in ("old",) if k in state.extra})
+        old = "old" in state.extra and world.stream.task(stage.round, client) > 0
+        return Payload(params=state.params, **({"old": state.extra.tensors("old")} if old else {}))
 
     def work(self, stage: Stage) -> ClientWork:
         return Remembered(self, stage.round)
@@ -63,7 +64,7 @@ class Remembered(ClientWork):
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         if "old" not in down or not self.method.weight:
             return Carry(params=down.params)
-        before = torch.tensor(world.stream.seen(world.stream.task(self.round) - 1))
+        before = torch.tensor(world.stream.seen(world.stream.task(self.round, view.client) - 1))
         return Carry(params=down.params, teachers={"old": down.tensors("old")}, constants={"before": before})
 
     def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:

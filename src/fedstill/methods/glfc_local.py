@@ -8,6 +8,7 @@ the mean of each class's features at length 1, (C, D), where ``nearest_mean`` is
 (C,), there.
 Memory: values, labels, tasks, places, keys = of each kept example what it is, its label, its task, its place among the
 client's examples of that, and its key.
+Reading: which classes are old, and which task is the first, is by the task that the client itself is in.
 Reading: the loss is half the binary cross-entropy of all outputs in training, weighed by g over the batch's mean of g,
 old and new classes apart; and half that to targets in which the old classes' are the old model's sigmoids. In the first
 task it is the first half alone, whole. The weights have no gradient.
@@ -63,7 +64,8 @@ class GLFCLocal(Replay):
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         given = super().down(state, client, stage, world)
-        if given is None or stage.name == REMEMBER or "old" not in state.extra:
+        first = world.stream.task(stage.round, client) == 0
+        if given is None or stage.name == REMEMBER or first or "old" not in state.extra:
             return given
         return Payload(given, old=state.extra.tensors("old"))
 
@@ -76,7 +78,7 @@ class OfGLFC(Rehearse):
     """Half a loss weighed by class, half one to the old model's answers for old classes."""
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
-        carry, task = super().begin(down, memory, view, world), world.stream.task(self.round)
+        carry, task = super().begin(down, memory, view, world), world.stream.task(self.round, view.client)
         old = torch.zeros(world.classes, dtype=torch.bool)
         old[list(world.stream.seen(task - 1) if task > 0 else ())] = True
         teachers = {"old": down.tensors("old")} if "old" in down else {}
