@@ -101,6 +101,29 @@ def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_
         ready({"least": 100}, topology={"clients": 3})
 
 
+@pytest.mark.parametrize("mix", [{}, {"alpha": 0.5}])
+def test_an_owner_without_a_class_is_passed_over_in_the_tasks_of_that_class(mix: dict[str, float]) -> None:
+    """Chur has no example of the second task's class."""
+    data = hospitals()
+    assert data.train.owners is not None
+    keep = ((data.train.owners != 1) | (data.train.labels == 0)).nonzero().flatten()
+    what = toys.toy(
+        partition={"kind": "column", "column": "client", "least": 6, **mix},
+        topology={"clients": 3},
+        model="logistic",
+        rounds=2,
+        stream={"kind": "classes", "tasks": 2, "order": [[0], [1]]},
+    )
+    run = prepare(settle(what), replace(data, train=data.train.take(keep)))
+    assert (run.names, run.world.stream.absent) == (("bern", "chur", "genf"), {(1, 1)})
+    assert [run.world.stream.present(round) for round in (1, 2)] == [[0, 1, 2], [0, 2]]
+    owners = run.sites.train.owners
+    assert owners is not None
+    for client, part in enumerate(run.sites.parts):
+        assert set(owners[part].tolist()) == {client}
+        assert mix or part.sort().values.tolist() == (owners == client).nonzero().flatten().tolist()
+
+
 def test_own_tests_are_in_every_round_the_summary_and_the_report(tmp_path: Path) -> None:
     result = fedstill.run(Experiment(rounds=2, measure=(), model="logistic"), tmp_path / "one", data=hospitals())
     assert result.summary["clients"] == 3

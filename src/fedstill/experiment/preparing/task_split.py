@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstill.data.partition.column import column
 from fedstill.data.partition.flat import FlatParts
 from fedstill.data.task_data import TaskData
 from fedstill.errors import ConfigError, FedstillError, InfeasiblePartition
@@ -62,18 +63,35 @@ def split_by_task(settings: Settings, train: Examples, cut: Cut) -> Parts:
     if settings.stream.compose == "clients_first" or settings.stream.tasks == 1 or cut.task is None:
         return whole
     each = [np.flatnonzero(cut.task == t) for t in range(settings.stream.tasks)]
-    by_task = []
+    by_task, by_owner = [], settings.named.partition.entry.target is column
     for task, own in enumerate(each):
         seed = None if task == 0 else seed_for(_split_seed(settings), task, 0, SERVER, "task split")
         owners = None if train.owners is None else train.owners[own]
         some = Examples(torch.zeros(len(own), 0), train.labels[own], owners)
         try:
-            by_task.append([own[part] for part in split(settings, some, seed)])
+            parts = _of_owners(settings, train, some, seed) if by_owner else split(settings, some, seed)
+            by_task.append([own[part] for part in parts])
         except InfeasiblePartition as error:
             raise InfeasiblePartition(
                 f"task {task + 1}: {error}; or set stream.compose = 'clients_first', which splits all data once"
             ) from error
     return FlatParts.of([np.concatenate(own) for own in zip(*by_task, strict=True)])
+
+
+def _of_owners(settings: Settings, train: Examples, some: Examples, seed: int | None) -> list[NDArray[np.int64]]:
+    """The positions of each client's among some examples: none for one whose column's value is not among these.
+
+    ``train``: all examples, which say whose values are clients; ``seed``: as in ``split``.
+    """
+    assert train.owners is not None
+    assert some.owners is not None
+    rules, codes = settings.named.partition.values, to_read(some.owners)
+    clients = np.flatnonzero(np.bincount(to_read(train.owners)) >= rules.get("least", 1))
+    own = np.flatnonzero(np.isin(codes, clients))
+    seed = _split_seed(settings) if seed is None else seed
+    dealt = column(to_read(some.labels)[own], len(clients), codes[own], alpha=rules.get("alpha"), seed=seed)
+    there = dict(zip(np.unique(codes[own]).tolist(), dealt, strict=True))
+    return [own[there[owner]] if owner in there else own[:0] for owner in clients.tolist()]
 
 
 def stream_of(settings: Settings, cut: Cut, parts: object) -> Stream:
