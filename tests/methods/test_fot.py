@@ -12,6 +12,7 @@ from torch import nn
 
 import toys
 from double import in_double
+from fedstill.data.sources import from_tensors
 from fedstill.errors import IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
@@ -25,6 +26,7 @@ from fedstill.watch import Unwatched
 from run_bits import bits
 
 STREAM = {"kind": "classes", "tasks": 3, "head": "task"}
+BAG, ATTENTION = {"name": "bag", "hidden": (4,)}, {"name": "tiny_transformer", "width": 4, "heads": 2, "blocks": 1}
 CNN = contract.spec_for("digits_cnn", (1, 8, 8), 5, {})
 
 
@@ -135,6 +137,18 @@ def test_networks_that_it_cannot_protect_are_refused() -> None:
     wide = {"name": "mlp", "hidden": (5001, 4)}
     with pytest.raises(IncompatibleMethod, match=r"layer body\.3 has 5001 inputs, and at most 5000 can"):
         prepare(settle(toys.toy("fot", model=wide, stream=STREAM)), toys.blobs())
+
+
+def test_what_of_the_body_is_not_protected_is_said() -> None:
+    ids = torch.randint(1, 9, (60, 6), generator=torch.Generator().manual_seed(0)).int()
+    texts = from_tensors("texts", *[(ids, torch.arange(60) % 3)] * 2, vocabulary=9)
+    stream = {"kind": "classes", "tasks": 3}
+    for model, free in ((BAG, "body.0.tokens.weight"), (ATTENTION, "body.places, body.tokens.weight")):
+        ready = prepare(settle(toys.toy("fot", model=model, partition="iid", stream=stream)), texts)
+        said = f"only linear layers and convolutions are protected, and {free} of model {model['name']}"
+        assert ready.settings.method.caution(ready.world).startswith(said)
+    images = prepare(settle(toys.toy("fot", stream=STREAM)), toys.blobs())
+    assert images.settings.method.caution(images.world) == ""
 
 
 def test_a_share_of_nothing_keeps_no_direction_however_sums_are_rounded() -> None:

@@ -12,7 +12,8 @@ need not be told U. For layers of many inputs it is more than the code sends; su
 Reading: the share of A outside of U is that of all clients' inputs together; the code takes the mean of their shares.
 Reading: the code's tasks have a head each and are told at the test. Here there is one head, which is not protected, nor
 are biases and what normalises: set ``stream.head`` to "task", so that a task trains its own columns of it.
-Reading: convolutions in groups are not protected.
+Reading: embeddings, convolutions in groups, and whatever else of the body is no linear layer or convolution are not
+protected; the run says so.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from torch import Tensor
 
 from fedstill.fields import NonNegative, Share
 from fedstill.methods.fedavg import FEDNTD_PLAN, FedAvg
-from fedstill.models.contract import module
-from fedstill.models.layer_inputs import body_layers
+from fedstill.models.contract import module, trainable_names
+from fedstill.models.layer_inputs import beside_layers, body_layers
 from fedstill.records import KEEP, SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Tensors, View, World
 from fedstill.registry import method
 from fedstill.ridge import NO_TRAINING
@@ -69,7 +70,14 @@ class FOT(FedAvg):
         return "" if layers else "the body of its model has no layer to protect; choose another model, mlp or cnn"
 
     def caution(self, world: World) -> str:
-        return world.stream.nothing_before
+        spec = world.model(SERVER)
+        free = [name for name in beside_layers(module(spec, "frozen")) if name in trainable_names(spec)]
+        if world.stream.nothing_before or not free:
+            return world.stream.nothing_before
+        return (
+            f"only linear layers and convolutions are protected, and {', '.join(free[:3])}{', …' * (len(free) > 3)} of "
+            f"model {spec.label} trains as with fedavg; choose a model without it, or another method"
+        )
 
     def down(self, state: State, client: int, stage: Stage, world: World) -> Payload | None:
         last = world.stream.task(stage.round) == world.stream.tasks - 1

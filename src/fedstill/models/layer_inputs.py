@@ -24,6 +24,13 @@ def body_layers(m: nn.Module) -> dict[str, int]:
     return {f"{name}.weight": _inputs_of(part) for name, part in _layers(m).items()}
 
 
+def beside_layers(m: nn.Module) -> list[str]:
+    """The names of a body's other parameters of two or more dimensions, of embeddings for example."""
+    layers = body_layers(m)
+    named = ((name, value) for name, value in m.named_parameters() if name.startswith("body"))
+    return [name for name, value in named if value.dim() > 1 and name not in layers]
+
+
 def input_products(m: nn.Module, params: Tensors, x: Tensor) -> dict[str, Tensor]:
     """The sum of a a^T (d, d), float64 on the CPU, over all inputs a of each layer, in one pass of x (B, ...)."""
     sums: dict[str, Tensor] = {}
