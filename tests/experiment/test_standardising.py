@@ -37,9 +37,9 @@ def table(marks: tuple[int, ...] = (), missing: bool = False) -> Dataset:
     return replace(data, about=About("table", features=("a", "b", "c", "d"), marks=marks))
 
 
-def ready(data: Dataset, **said: Any) -> Prepared:
-    values = {"topology": {"clients": 2}, "partition": "iid", "model": "logistic"}
-    return prepare(settle(toys.toy(**{**values, "data": said})), data)
+def ready(data: Dataset, stream: Any = None, **said: Any) -> Prepared:
+    values = {"topology": {"clients": 2}, "partition": "iid", "model": "logistic", "stream": stream or {}}
+    return prepare(settle(toys.toy(**{**values, "rounds": 2, "data": said})), data)
 
 
 def test_all_clients_training_rows_together_are_the_default_of_a_table() -> None:
@@ -98,6 +98,16 @@ def test_sums_that_clients_send_give_what_all_rows_give() -> None:
     sent, pooled = (ready(table(), **said).sites.inputs for said in ({"standardise": "summed"}, {}))
     assert sent.mean == pytest.approx(pooled.mean, rel=1e-9)
     assert sent.std == pytest.approx(pooled.std, rel=1e-9)
+
+
+@pytest.mark.parametrize("origin", ["pooled", "summed", "own"])
+def test_over_tasks_a_simulation_says_that_it_looks_at_those_to_come(origin: str) -> None:
+    tasks = {"kind": "classes", "tasks": 2}
+    over, alone = (ready(table(), stream=stream, standardise=origin) for stream in (tasks, None))
+    assert over.sites.inputs.mean == pytest.approx(alone.sites.inputs.mean)
+    said = "mean and spread are of the rows of all tasks, those to come too; declare data.mean and data.std instead"
+    declared = ready(table(), stream=tasks, mean=(5.0,) * 4, std=(3.0,) * 4)
+    assert [said in run.notes for run in (over, alone, declared)] == [True, False, False]
 
 
 def test_series_have_a_mean_and_a_spread_by_channel() -> None:

@@ -83,8 +83,15 @@ def divided(settings: Settings, dataset: Dataset, begun: DealtOut | None = None,
         test = _all(list(own.values()))
     names = tuple(dataset.about.owners[k] for k in owners)
     common = None if by.by_client is not None or not len(test) else by.of(test) if not rules.get("pool") else test
-    notes = (*dataset.about.notes, *by.notes)
+    notes = (*dataset.about.notes, *by.notes, *_of_all_tasks(settings, by))
     return Shared(by.of_clients(train, parts), parts, public, common, own, names, by, notes, cut)
+
+
+def _of_all_tasks(settings: Settings, by: Standard) -> list[str]:
+    """What is said of a mean and a spread that a simulation takes of training rows of tasks to come, too."""
+    if settings.on_sites or settings.stream.tasks == 1 or by.origin not in ("pooled", "summed", "own"):
+        return []
+    return ["mean and spread are of the rows of all tasks, those to come too; declare data.mean and data.std instead"]
 
 
 def trained_and_tested(settings: Settings, dataset: Dataset) -> tuple[Examples, Examples]:
