@@ -36,6 +36,7 @@ OTHERWISE: dict[str, list[dict[str, Any]]] = {
     "fot": [{"stream": SPLIT_FIRST}],
     "glfc_local": [{"method": {"nearest_mean": True}, "stream": SPLIT_FIRST}],
     "fedewc": [{"stream": SPLIT_FIRST}],
+    "afl": [{"method": {"balanced": True}, "stream": SPLIT_FIRST}],
     "cwc": [{"method": {"memory": "sliding"}}],
     **{name: [{"method": {"k": 8}}] for name in ("aver", "sfedkd")},
     **{name: [{"method": {"subset": 10}}] for name in ("dsfl", "fedmd", "hiper_fedkd")},

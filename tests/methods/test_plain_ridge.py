@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from plain import Federation, Params, check, drive, ready_for
+from plain import Federation, Params, check, drive, experiment, ready_for
 
 import toys
+from double import in_double
 from fedstill.errors import ConfigError, IncompatibleMethod
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
@@ -79,6 +81,36 @@ def test_tasks_one_after_another_give_the_layer_of_all_at_once(past: str) -> Non
     check(states[-1].params, once.params)
     assert float((states[2].params["head.weight"] - once.params["head.weight"]).norm()) > 0.01
     assert {memory.load(c).number("task") for c in range(6)} == {0.0 if past == "kept" else 1.0}
+
+
+@pytest.mark.parametrize("who", [{}, {"past": "kept"}, {"join": 0.5, "past": "gone"}])
+def test_balanced_classes_weigh_alike_over_tasks_whatever_their_numbers_of_examples(who: dict[str, object]) -> None:
+    """The head at the end is that of all examples told of, balanced at once, with the penalty of that many."""
+    blobs, afl = toys.blobs(), {"name": "afl", "balanced": True}
+    keep = (torch.arange(300) // 5) % (1 + blobs.train.labels) == 0  # 60 examples of class 0, 12 of class 4
+    data = replace(blobs, train=blobs.train.take(keep.nonzero().flatten()))
+    stream = {"kind": "classes", "tasks": 2, "order": [[0, 4], [1, 2, 3]], **who}
+    values = {"partition": "iid", **ALL}
+    ready = in_double(prepare(settle(experiment(afl, stream=stream, **values)), data))
+    states, _ = drive(ready)
+    tasks = ready.sites.tasks
+    assert tasks is not None
+    told = [
+        part[tasks.of_task(part, t)] for c, part in enumerate(ready.sites.parts) for t in tasks.stream.been_in(c, 2)
+    ]
+    whole = replace(data, train=data.train.take(torch.cat(told)))
+    once, _ = drive(in_double(prepare(settle(experiment(afl, rounds=1, **values)), whole)))
+    check({k: states[-1].params[k] for k in HEAD}, {k: once[-1].params[k] for k in HEAD})
+
+
+@pytest.mark.parametrize(
+    "stream", [{"kind": "drift"}, {"kind": "domains", "transform": "invert"}, {"kind": "classes", "stay": 0.5}]
+)
+def test_balanced_classes_of_several_tasks_are_refused_where_data_go(stream: dict[str, object]) -> None:
+    afl = {"name": "afl", "balanced": True}
+    with pytest.raises(IncompatibleMethod, match=r"set method\.balanced = false, or give each class to one task"):
+        ready_for(afl, **ALL, stream={"tasks": 2, **stream})
+    ready_for(afl, **ALL, stream={"tasks": 2, "past": "kept", **stream})
 
 
 def test_the_papers_law_of_merging_two_solved_layers_is_a_sum() -> None:

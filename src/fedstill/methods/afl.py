@@ -4,7 +4,9 @@ Source: He et al., "AFL: A Single-Round Analytic Approach for Federated Learning
 its code.
 Symbols: gamma = ``ridge``; G = ``gram``, X^T Y = ``cross``, where X has the features and a 1 for the bias.
 State: the global parameters, of which only the head is ever changed; gram = the sum of all clients' G, (D+1, D+1);
-cross = of their X^T Y, (D+1, C), both in float64.
+cross = of their X^T Y, (D+1, C), both in float64; labels = the census's label counts (clients, C), where ``balanced``,
+as are those that follow; first = the first task's label counts (C,), whose mean is what each class weighs in the sums;
+counted = those of all tasks so far (C,).
 Memory: gram = the client's own G; cross = its own X^T Y; task = the task whose examples these are of.
 Reading: one round in which all clients act is all of it; the pretrained network is named by ``start_from``. With fewer
 clients a round, or with data that grow, a client sends by how much its sums have changed since it last sent: the layer
@@ -52,6 +54,14 @@ class AFL(Method):
         return self.needs | {"label_counts"} if self.balanced else self.needs
 
     def misfit(self, stages: Sequence[Stage], world: World) -> str:
+        stream = world.stream
+        by_task = [c for task in stream.by_task for c in task]
+        several = len(by_task) > len(set(by_task)) or stream.lag > 0 or stream.stay > 0
+        if self.balanced and stream.tasks > 1 and not stream.kept and several:
+            return (
+                "balanced = true weighs a class by its examples of one task, all counted when that begins: set "
+                "method.balanced = false, or give each class to one task, without stream.lag and stream.stay"
+            )
         return no_linear_head(world)
 
     def setup(self, world: World) -> State:
@@ -62,7 +72,8 @@ class AFL(Method):
         if not self.balanced:
             return Payload()
         total = state.extra.tensor("labels").sum(0).double()  # (C,)
-        return Payload(weights=total.sum() / (total.clamp(min=1) * (total > 0).sum()))
+        first = self.counts(state, world)["first"].double()
+        return Payload(weights=first.sum() / (total.clamp(min=1) * (first > 0).sum()))
 
     def work(self, stage: Stage) -> ClientWork:
         return SendChange(stage.round)
@@ -72,8 +83,24 @@ class AFL(Method):
 
     def fold(self, state: State, replies: Sequence[Reply], stage: Stage, world: World) -> State:
         sums = {g: torch.stack([state.extra.tensor(g), *(r.up.tensor(g) for r in replies)]).sum(0) for g in SUMS}
-        head = {k: v.to(dtype_of(state.params)) for k, v in solved(**sums, ridge=self.ridge).items()}
-        return state.next(params={**state.params, **head}, groups=sums)
+        counts = self.counts(state, world) if self.balanced else {}
+        scale = by_class(counts["counted"]) / by_class(counts["first"]) if counts else 1.0
+        layer = solved(**{g: v * scale for g, v in sums.items()}, ridge=self.ridge)
+        head = {k: v.to(dtype_of(state.params)) for k, v in layer.items()}
+        return state.next(params={**state.params, **head}, groups={**sums, **counts})
+
+    def counts(self, state: State, world: World) -> dict[str, Tensor]:
+        """``first`` and ``counted`` now; with data that are kept both are of all that there is."""
+        total = state.extra.tensor("labels").sum(0)  # (C,)
+        if world.stream.kept:
+            return {"first": total, "counted": total}
+        known = {g: state.extra.get(g, total) for g in ("first", "counted")}
+        return {**known, "counted": torch.maximum(known["counted"], total)}
+
+
+def by_class(counts: Tensor) -> Tensor:
+    """The mean of label counts (C,) over the classes that there are."""
+    return counts.sum().double() / (counts > 0).sum()
 
 
 @dataclass(frozen=True)
