@@ -74,5 +74,5 @@ def test_a_comparison_goes_on_with_what_was_chosen(tmp_path: Path) -> None:
     run(variant.experiment, variant.folder, data=toys.blobs())
     wanted = variant.experiment.with_values({"data.name": "blobs"}, "test")
     (again,) = variants(wanted, tmp_path, seeds=[7])
-    make_way(again, overwrite=False)
+    make_way([again], overwrite=False)
     assert (variant.folder / "summary.json").is_file()

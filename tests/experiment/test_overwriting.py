@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.errors import ClientFailed, ConfigError, RunBusy, RunExists
+from fedstill.experiment.comparing.standing import make_way
+from fedstill.experiment.comparing.variants import seeded, variants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
@@ -180,6 +184,57 @@ def test_a_comparison_begins_anew_what_is_in_its_way_and_nothing_more(
     assert "holds a run with other settings (rounds); choose another --out, or" in capsys.readouterr().err
     assert call([*words, "-s", "rounds=2", "--overwrite"]) == 0
     assert json.loads(theirs.read_text())["rounds"] == 2
+
+
+TABLES = {"model": {"name": "mlp", "hidden": [4]}, "topology": {"clients": 2}, "rounds": 1}
+
+
+def rows(path: Path, seed: int) -> str:
+    """A small CSV file of two columns and two classes, at its path."""
+    draw = random.Random(seed)
+    lines = [f"{draw.gauss(i % 2, 1)},{draw.gauss(0, 1)},{'ab'[i % 2]}" for i in range(40)]
+    path.write_text("\n".join(["x,y,label", *lines]) + "\n")
+    return str(path)
+
+
+@pytest.mark.parametrize("changed", ["own", "public"])
+def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(changed: str, tmp_path: Path) -> None:
+    own, public = (rows(tmp_path / f"{name}.csv", seed) for seed, name in enumerate(("own", "public")))
+    experiment = toys.toy(data={"name": own, "public_from": public}, **TABLES)
+    done, left = variants(experiment, tmp_path / "all", seeds=[1, 2])
+    run(done.experiment, done.folder)
+    make_way([done, left], overwrite=False)
+    rows(tmp_path / f"{changed}.csv", 9)
+    make_way([done], overwrite=False)  # where nothing is left to do, nothing is read
+    with pytest.raises(RunExists, match=r"seed1 holds a run that began before data '.*own.csv' changed; choose"):
+        make_way([done, left], overwrite=False)
+    (tmp_path / f"{changed}.csv").rename(tmp_path / "away")
+    make_way([done, left], overwrite=False)  # which the run that is left says
+    (tmp_path / "away").rename(tmp_path / f"{changed}.csv")
+    make_way([done, left], overwrite=True)
+    assert not (done.folder / "config.toml").exists()
+
+
+def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:
+    experiment = toys.toy(data={"name": rows(tmp_path / "own.csv", 0)}, **TABLES)
+    first, other = (seeded("first", experiment, seed, tmp_path / "first") for seed in (1, 2))
+    for one in (first, other):
+        run(one.experiment, one.folder)
+    start = experiment.with_values({"start_from": str(first.folder)}, "test")
+    then = replace(seeded("then", start, 1, tmp_path / "then"), after=first)
+    run(then.experiment, then.folder)
+    make_way([first, then], overwrite=False)
+    model = first.folder / "model.safetensors"
+    mine, theirs = model.read_bytes(), (other.folder / "model.safetensors").read_bytes()
+    model.write_bytes(theirs)
+    with pytest.raises(RunExists, match=r"then/seed1 holds a run that began before \S+/first/seed1 changed"):
+        make_way([first, then], overwrite=False)
+    model.write_bytes(mine)
+    make_way([first, then], overwrite=False)
+    anew = replace(first, settings=other.settings)
+    make_way([anew, replace(then, after=anew)], overwrite=True)
+    assert not (first.folder / "config.toml").exists()
+    assert not (then.folder / "config.toml").exists()
 
 
 def test_a_damaged_run_of_a_comparison_is_begun_anew(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

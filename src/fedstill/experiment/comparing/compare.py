@@ -83,8 +83,7 @@ def carry_out_runs(
     for every run; finished runs are sent to those that do not have them.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
-    for outcome in outcomes:
-        make_way(outcome.variant, overwrite)
+    make_way([o.variant for o in outcomes], overwrite)
     wanted(track)
     _leave_alone([o for o in outcomes if not track and (o.variant.folder / "summary.json").is_file()])
     if not (waiting := [o for o in outcomes if o.state == "waiting"]):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstill.errors import CorruptFile, RunExists
+from fedstill.errors import ConfigError, CorruptFile, RunExists
+from fedstill.experiment.comparing.same_data import DataNow
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.config.earlier import unsaid
 from fedstill.experiment.config.overrides import flat
@@ -16,23 +17,41 @@ from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
-from fedstill.experiment.running.provenance import sources
+from fedstill.experiment.running.provenance import changed_files, changed_models
 
 SAME_BITS = ("serial", "pooled")
 """Engines that give one and the same run."""
 
 
-def make_way(variant: Variant, overwrite: bool) -> None:
-    """Delete the run in a variant's folder that is not the variant's, if that may be; raises RunExists if it may not.
+def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
+    """Delete the runs in variants' folders that are not the variants', if that may be; raises RunExists if it may not.
 
-    The run is another one if its settings are, or if files of the user's own code have changed since it began.
+    A run is another one if its settings are, if files of the user's own code or a model that it was given have changed
+    since it began, if the run that it starts from is begun anew, or if its data are not those of runs that are left to
+    do. variants: each after the one that it starts from.
     """
-    if not (why := _in_the_way(variant)):
-        return
+    anew = set[Path]()
+    for variant in variants:
+        after = variant.after is not None and variant.after.folder in anew
+        if why := _in_the_way(variant) or ("holds a run that started from one that is begun anew" if after else ""):
+            _clear(variant, why, overwrite)
+            anew.add(variant.folder)
+    if left := [v for v in variants if not _is_finished(v)]:
+        now = DataNow([v.settings for v in left])
+        for variant in filter(_is_finished, variants):
+            if now.differ(variant.settings, _start(variant)):
+                _clear(variant, f"holds a run that began before data {variant.settings.data.name!r} changed", overwrite)
+
+
+def _clear(variant: Variant, why: str, overwrite: bool) -> None:
     if not overwrite:
         raise RunExists(f"{variant.folder} {why}; choose another --out, or begin it anew with --overwrite")
     with locked(variant.folder):
         clear(variant.folder)
+
+
+def _is_finished(variant: Variant) -> bool:
+    return (variant.folder / "summary.json").is_file()
 
 
 def other_settings(variant: Variant) -> list[str]:
@@ -53,13 +72,26 @@ def as_settled(folder: Path) -> dict[str, Any]:
 
 
 def other_files(variant: Variant) -> list[str]:
-    """The names of the user's own files that are not those with which the run in a variant's folder began."""
+    """The user's own files, by name, and models that are not those with which the run in a variant's folder began."""
+    start = _start(variant)
+    try:
+        names = [Path(path).name for path in changed_files(variant.settings, start)]
+    except (OSError, KeyError, TypeError, AttributeError):
+        names = []  # it has not begun, or is damaged, which whoever goes on with it will say
+    try:
+        return sorted(names + changed_models(variant.settings, start)) if start else names
+    except (ConfigError, OSError):
+        return sorted(names)  # the model is not there yet
+
+
+def _start(variant: Variant) -> Mapping[str, Any]:
+    """The event ``start`` of the run in a variant's folder; empty where it has not begun, or is damaged."""
     try:
         with (variant.folder / "journal.jsonl").open("rb") as journal:
-            began = json.loads(journal.readline())["sources"]
-        return sorted(Path(path).name for path, sha in sources(variant.settings).items() if began.get(path) != sha)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return []  # it has not begun, or is damaged, which whoever goes on with it will say
+            start = json.loads(journal.readline())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return start if isinstance(start, Mapping) else {}
 
 
 def _in_the_way(variant: Variant) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -170,10 +171,15 @@ def read_data(settings: Settings) -> Dataset:
     data = settings.data
     if settings.on_sites and data.name == NO_DATA:
         return _no_data(settings)
+    return load_dataset(data.name, **how_read(settings))
+
+
+def how_read(settings: Settings) -> dict[str, Any]:
+    """How the settings have their data set read, beside its name: keywords of ``load_dataset``."""
+    data = settings.data
     columns = {k: v for k in ("image_column", "label_column", "size") if (v := getattr(data, k))}
     owner = settings.named.partition.values.get("column") or settings.named.stream.values.get("column")
-    form = {**data.form, **({"owner": owner} if owner else {})}
-    return load_dataset(data.name, folder=data.folder or None, **columns, **form)
+    return {"folder": data.folder or None, **columns, **data.form, **({"owner": owner} if owner else {})}
 
 
 def with_pixels(dataset: Dataset, data: DataTable) -> Dataset:

@@ -71,11 +71,8 @@ def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
     """Fields of the event ``start``: versions, SHA-256 of files that the config names, and what was taken of a model
     that fits in parts only, of which there is a warning too.
     """
-    said: dict[str, Any] = {**software(), "sources": sources(settings)}
-    if settings.start_from:
-        said["start_from"] = seal(settings.start_from)
-    if settings.data.features_of:
-        said["features_of"] = seal(settings.data.features_of["file"])
+    seals = {key: seal(place) for key, place in _given_models(settings).items()}
+    said: dict[str, Any] = {**software(), "sources": sources(settings), **seals}
     if settings.start_from_partial and (start := world.start):
         log.warning("start_from = %r: %s", settings.start_from, start)
         said |= {"start_from_new": list(start.new), "start_from_left_out": list(start.left_out)}
@@ -97,18 +94,34 @@ def sources(settings: Settings, beside: bool = True) -> dict[str, str]:
     return files | {one.name: fingerprint(one.kind, one.name) for one in each if one.name in settings.lives}
 
 
+def changed_files(settings: Settings, start: Mapping[str, Any]) -> list[str]:
+    """Paths of files of the user's own code, modules beside them too, that are not as the event ``start`` has them."""
+    named, before = sources(settings, beside=False), start["sources"]
+    # an earlier version noted no modules beside a file
+    return [p for p, sha in sources(settings).items() if before.get(p, "" if p in named else sha) != sha]
+
+
+def changed_models(settings: Settings, start: Mapping[str, Any]) -> list[str]:
+    """Models to start from, or to take features of, that are not as the event ``start`` has them, as the config names
+    them. Raises ConfigError where there is none.
+    """
+    return [place for key, place in _given_models(settings).items() if start.get(key) != seal(place)]
+
+
+def _given_models(settings: Settings) -> dict[str, str]:
+    of = settings.data.features_of
+    places = {"start_from": settings.start_from, "features_of": of["file"] if of else ""}
+    return {key: place for key, place in places.items() if place}
+
+
 def check_sources(settings: Settings, start: Mapping[str, Any]) -> None:
     """Raise CorruptFile for a file that is not the one that the run was started with, as its event ``start`` says."""
-    named, before = sources(settings, beside=False), start["sources"]
-    for path, sha in sources(settings).items():
-        if before.get(path, "" if path in named else sha) != sha:  # an earlier version noted no modules beside a file
-            what = "the code" if path.startswith(LIVE) else "the file"
-            text = f"{path} is not {what} that the run was started with; restore the original to resume, or begin anew"
-            raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
-    of = settings.data.features_of
-    for key, place in (("start_from", settings.start_from), ("features_of", of["file"] if of else "")):
-        if place and start.get(key) != seal(place):
-            _refuse_other_model(place)
+    for path in changed_files(settings, start):
+        what = "the code" if path.startswith(LIVE) else "the file"
+        text = f"{path} is not {what} that the run was started with; restore the original to resume, or begin anew"
+        raise CorruptFile(f"{text} with overwrite=True", f"{text} with --overwrite")
+    for place in changed_models(settings, start):
+        raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
 
 
 def check_same(settings: Settings, start: Mapping[str, Any], told: Mapping[str, Any]) -> None:
@@ -140,10 +153,6 @@ def _alike(before: Any, now: Any) -> bool:
     if isinstance(before, float) and isinstance(now, float):
         return math.isclose(before, now, rel_tol=1e-5, abs_tol=1e-9)
     return bool(before == now)
-
-
-def _refuse_other_model(place: str) -> None:
-    raise CorruptFile(f"{place} holds another model than when the run was started; restore the original to resume")
 
 
 def note_versions(journal: Journal, events: Sequence[Mapping[str, Any]], state: State) -> None:
