@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -76,6 +77,14 @@ def before_round_1(folder: Path) -> Path:
     journal.write_bytes(b"".join(line for line in lines if not json.loads(line).get("round")))
     shutil.rmtree(folder / "checkpoints")
     (folder / "summary.json").unlink(missing_ok=True)
+    return folder
+
+
+def resealed(folder: Path, config: str) -> Path:
+    """The directory as of a finished run that began with another text of config.toml."""
+    (folder / "config.toml").write_text(config)
+    journal, seal = folder / "journal.jsonl", digest(config.encode())
+    journal.write_text(re.sub(r'(?<="config_sha256":")[0-9a-f]{64}', seal, journal.read_text(), count=1))
     return folder
 
 

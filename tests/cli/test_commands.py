@@ -14,6 +14,7 @@ import pytest
 
 import toys
 from fedstill.cli import call, main
+from run_bits import resealed
 
 
 @pytest.fixture
@@ -114,7 +115,7 @@ def test_compare_goes_on_and_keeps_what_is_done(config: Path, capsys: pytest.Cap
         model.unlink()  # as in a folder of results, which keeps no models
     for config_there in Path("all").glob("*/*/config.toml"):
         text = config_there.read_text()
-        config_there.write_text(text.replace('device = "cpu"\n', ""))  # as written before there was such a key
+        resealed(config_there.parent, text.replace('device = "cpu"\n', ""))  # as written before there was such a key
     assert call(words) == 0
     assert {p: json.loads(p.read_text())["seconds"] for p in seconds} == seconds
     assert call([*words, "-s", "rounds=3"]) == 2

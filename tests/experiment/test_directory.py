@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 
 import toys
+from fedstill.cli import call
 from fedstill.cli.comparisons import carry_out
 from fedstill.errors import ConfigError, CorruptFile, Interrupted, NoRun, RunBusy, RunExists
 from fedstill.experiment.comparing.variants import variants
@@ -129,6 +131,43 @@ def test_a_changed_config_of_a_finished_run_is_refused_and_what_is_said_instead_
     more = run(load("one/config.toml", ("start_from=one",)), "new")
     assert len(more.history) == 2
     assert f'start_from = "{tmp_path / "one"}"' in (more.directory / "config.toml").read_text()
+
+
+def test_a_changed_config_is_refused_where_no_checkpoint_is_left_and_by_the_report(tmp_path: Path) -> None:
+    folder = run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()).directory
+    rmtree(folder / "checkpoints")
+    read_run(folder)
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("rounds = 1\n", "rounds = 1  # and no more\n"))
+    for read in (resume, read_run):
+        with pytest.raises(CorruptFile, match="has changed since the run began"):
+            read(folder)
+
+
+def test_a_misspelt_key_in_the_config_of_a_run_is_told_as_a_change(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stopped(SETTINGS["parallel"], tmp_path / "run")
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("lr = 0.1", "rl = 0.1"))
+    with pytest.raises(CorruptFile, match="has changed since the run began"):
+        resume(folder, data=toys.blobs())
+    assert call(["resume", str(folder)]) == 1
+    assert "config.toml has changed since the run began" in capsys.readouterr().err
+
+
+def test_a_config_that_is_named_in_the_place_of_its_run_is_said_to_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(toys.SMALL)
+    with pytest.raises(
+        NoRun, match=r"holds no run: it is a file; name a run's directory; `fedstill run .*my\.toml` be"
+    ):
+        resume(tmp_path / "my.toml")
+
+
+def test_a_journal_that_cannot_be_read_is_not_said_to_be_gone(tmp_path: Path) -> None:
+    (tmp_path / "journal.jsonl").mkdir()
+    with pytest.raises(CorruptFile, match=r"^cannot read .*journal\.jsonl: Is a directory$"):
+        read_journal(tmp_path / "journal.jsonl")
 
 
 LOCKING = """

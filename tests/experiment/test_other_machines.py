@@ -16,7 +16,7 @@ from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.running.runner import resume, run
 from fedstill.experiment.trained.loading import load_model
-from run_bits import stopped
+from run_bits import resealed, stopped
 
 LACKING = [('device = "cuda"', "torch sees no CUDA device here"), ('precision = "bf16"', "no units for bfloat16")]
 
@@ -42,9 +42,8 @@ def had(folder: Path, line: str) -> Path:
     key = line.partition(" ")[0]
     lines = [line if old.startswith(f"{key} ") else old for old in config.read_text().splitlines()]
     assert line in lines
-    config.write_text("\n".join(lines) + "\n")
     shutil.rmtree(folder / "checkpoints")
-    return folder
+    return resealed(folder, "\n".join(lines) + "\n")
 
 
 def test_a_model_is_loaded(ran: Path, lacking: tuple[str, str], tmp_path: Path) -> None:

@@ -75,10 +75,11 @@ def resume_command(directory: Path, *, track: Track = (), debug: Debug = False, 
         debug: Print the traceback of what fails; a client that fails ends the run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
-    from fedstill.experiment.run_directory.begun import settings_of
+    from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
     from fedstill.experiment.running import runner
     from fedstill.report.following import followed
 
+    refuse_changed(directory)
     settings = settings_of(directory)
     with tracebacks(debug), followed(settings.rounds, settings.named.method.label, quiet) as watch:
         try:

@@ -16,6 +16,7 @@ from fedstill.data.dealt_out import LabelCounts
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.begun import refuse_changed
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
@@ -135,6 +136,7 @@ def find(directories: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """A run from its directory; raises CorruptFile naming the file, and the event, that is not what it should be."""
+    refuse_changed(folder)
     path = folder / JOURNAL
     events = journals.read_journal(path)
     by_name: dict[str, list[Event]] = {"start": [], "initial": [], "round": [], "client": [], "measure": []}

@@ -14,7 +14,7 @@ from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.config.earlier import unsaid
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.run_directory.begun import settings_of
+from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
 from fedstill.experiment.running.provenance import changed_files, changed_models
@@ -98,6 +98,7 @@ def _in_the_way(variant: Variant) -> str:
     try:
         if other := other_settings(variant):
             return f"holds a run with other settings ({', '.join(other)})"
+        refuse_changed(variant.folder)
     except CorruptFile as error:
         return f"holds a damaged run ({error})"
     if files := other_files(variant):

@@ -166,13 +166,12 @@ def column_of(one: Ended) -> str:
 
 def _kept(folder: Path) -> Iterator[tuple[str, bytes]]:
     """A run's files as an entry holds them: without times other than the processor's."""
-    yield "config.toml", portable((folder / "config.toml").read_text(encoding="utf-8")).encode()
+    config = (folder / "config.toml").read_bytes()
+    yield "config.toml", (kept := portable(config.decode()).encode())
     yield SPLIT, (folder / SPLIT).read_bytes()
-    lines = (folder / "journal.jsonl").read_bytes().split(b"\n")[:-1]
-    yield (
-        "journal.jsonl",
-        b"".join(json.dumps(bare(json.loads(x)), separators=(",", ":")).encode() + b"\n" for x in lines),
-    )
+    journal = (folder / "journal.jsonl").read_bytes().replace(digest(config).encode(), digest(kept).encode(), 1)
+    events = [bare(json.loads(line)) for line in journal.split(b"\n")[:-1]]
+    yield "journal.jsonl", b"".join(json.dumps(e, separators=(",", ":")).encode() + b"\n" for e in events)
     if (summary := folder / "summary.json").is_file():
         yield "summary.json", json.dumps(bare(json.loads(summary.read_bytes())), indent=1).encode()
 

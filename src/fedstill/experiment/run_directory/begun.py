@@ -13,7 +13,7 @@ from fedstill.experiment.config.experiment import LIVING, from_tree
 from fedstill.experiment.config.named_tables import NAMED
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
-from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.journal import CONFIG_SEAL, read_journal
 from fedstill.files import digest, in_shell
 from fedstill.live_code import bind
 from fedstill.method import Method
@@ -44,14 +44,16 @@ def settings_of(folder: Path, **live: Any) -> Settings:
 
 
 def refuse_changed(folder: Path) -> None:
-    """Raise CorruptFile for a config.toml that is not the one that the run's newest checkpoint was written with."""
+    """Raise CorruptFile for a config.toml that is not the one with which the run began.
+
+    That one's SHA-256 is in the journal's first event; of runs of earlier versions, in the newest checkpoint.
+    """
     path = folder / "config.toml"
     try:
-        newest = max((folder / "checkpoints").glob("*.json"))
-        began = json.loads(newest.read_bytes())["manifest"]["config"]
-        same = began == digest(path.read_bytes())
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # there is no checkpoint, or it is damaged, which whoever reads it will say
+        began = _config_of(folder)
+        same = not began or began == digest(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, CorruptFile):
+        return  # it has not begun, or is damaged, which whoever reads it will say
     if not same:
         new = in_shell(path.resolve())
         raise CorruptFile(
@@ -59,6 +61,16 @@ def refuse_changed(folder: Path) -> None:
             f"others, more rounds for example, a new run may start from this one's model: fedstill run {new} --out NEW "
             f"-s start_from={in_shell(folder.resolve())}"
         )
+
+
+def _config_of(folder: Path) -> str:
+    """The SHA-256 of the config.toml with which a run began; empty where nothing says it."""
+    journal = folder / "journal.jsonl"
+    if journal.is_file() and (start := read_journal(journal, 1)) and CONFIG_SEAL in start[0]:
+        return str(start[0][CONFIG_SEAL])
+    if newest := max((folder / "checkpoints").glob("*.json"), default=None):
+        return str(json.loads(newest.read_bytes())["manifest"]["config"])
+    return ""
 
 
 def refuse_lost(folder: Path) -> None:
@@ -86,4 +98,7 @@ def _instead(folder: Path) -> str:
             f"it is the folder of a comparison of {len(runs)} runs; the same `fedstill compare` with --out "
             f"{in_shell(folder)} goes on with all, or name one run, e.g. {in_shell(runs[0])}"
         )
+    if folder.is_file():
+        begin = f"; `fedstill run {in_shell(folder)}` begins one" if folder.suffix == ".toml" else ""
+        return f"it is a file; name a run's directory{begin}"
     return "there is no config.toml in it" if folder.is_dir() else "there is no such directory"

@@ -20,6 +20,8 @@ log = logging.getLogger("fedstill.journal")
 
 Event = dict[str, Any]
 
+CONFIG_SEAL = "config_sha256"
+"""What the event ``start`` calls the SHA-256 of the run's config.toml."""
 
 DIGITS = 19
 """The most characters of a whole number that a reader can compute with."""
@@ -105,8 +107,10 @@ def read_journal(path: Path, most: int | None = None) -> list[Event]:
     """
     try:
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptFile(f"there is no journal at {path}: {error.strerror}; is this a run's directory?") from error
+    except OSError as error:
+        raise CorruptFile(f"cannot read {path}: {error.strerror}") from error
     events: list[Event] = []
     for number, line in enumerate(lines[:-1][:most], 1):
         try:

@@ -72,8 +72,7 @@ class Driver:
         self.engine = engine_of(self.prepared, self.folder, self._identity, self.grid)
         local = isinstance(self.engine, SerialEngine)  # on Flower, memories are on the clients' disks
         if isinstance(self.engine, SerialEngine):
-            stops = self.debug or settings.rules.failures == "stop"
-            self.engine = replace(self.engine, stops=stops)
+            self.engine = replace(self.engine, stops=self.debug or settings.rules.failures == "stop")
         self.checkpoints = Checkpoints(
             self.folder / "checkpoints", config, memory if local else None, settings.keep_checkpoints_every or 0
         )
@@ -166,7 +165,7 @@ class Driver:
             if self.on_round is not None:
                 self.on_round(dict(event))
         self.journal.sync()
-        events = journals.read_journal(self.folder / "journal.jsonl")
+        events = journals.read_journal(self.journal.path)
         rounds, clients, ends = ([e for e in events if e["event"] == kind] for kind in ("round", "client", "task"))
         summary = summary_of(self.settings, rounds, clients, self.measuring.seconds)
         summary |= summed_up([e["row"] for e in ends if e["task"]])
@@ -217,7 +216,8 @@ class Driver:
             self.journal.append(event)
 
     def _told(self) -> dict[str, Any]:
-        return {**versions(self.settings, self.world), **self.measuring.about()}
+        seal = {journals.CONFIG_SEAL: self.checkpoints.config}
+        return {**versions(self.settings, self.world), **seal, **self.measuring.about()}
 
     def _happened(self, stage: Stage, replies: Sequence[Reply], downs: Mapping[int, Payload], state: State) -> Happened:
         ends_round = stage.index + 1 == len(self.stages)

@@ -102,8 +102,8 @@ def resume(
     where another process began it. Raises CorruptFile if it is another one, and for a run whose checkpoints are gone.
     """
     folder = named_path(directory)
-    settings = settings_of(folder, **live)
     refuse_changed(folder)
+    settings = settings_of(folder, **live)
     refuse_lost(folder)
     if data is not None:
         refuse_other_data(data)
