@@ -251,6 +251,17 @@ def test_a_damaged_run_of_a_comparison_is_begun_anew(own: Path, capsys: pytest.C
     assert "seed1 holds a damaged run (" in capsys.readouterr().err
     assert call([*words, "--overwrite"]) == 0
     assert [m.read_bytes() for m in models] == whole
+    journal = models[1].parent / "journal.jsonl"
+    journal.write_bytes(journal.read_bytes().replace(b'{"event":"round",', b'{"event":"round"'))
+    (models[2].parent / "journal.jsonl").unlink()
+    assert call(words) == 1
+    said = capsys.readouterr().err.splitlines()
+    for line, seed, why in zip(said, (2, 3), ("is not JSON", "No such file"), strict=True):
+        assert f"seed {seed}: " in line
+        assert f"all/mine/seed{seed}/journal.jsonl" in line
+        assert why in line
+    assert call([*words, "--overwrite"]) == 0
+    assert [m.read_bytes() for m in models] == whole
 
 
 def test_tables_that_were_exported_into_the_run_go_with_it(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import torch
 import toys
 from fedstill.errors import CorruptFile, Interrupted
 from fedstill.experiment.progress import Quiet
+from fedstill.experiment.run_directory.run_tables import run_frames
 from fedstill.experiment.running.runner import resume, run
+from fedstill.experiment.trained.loading import load_model
+from fedstill.report.runs import find, read_run
 from forking import SETTINGS
 from run_bits import StopAfter, Whole, assert_same_bits, before_round_1, bits, stopped
 
@@ -92,6 +96,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew_in_silence(tmp_pat
     assert (folder / "journal.jsonl").read_bytes() == before
 
 
+@pytest.fixture
+def ended(whole_run: Path, tmp_path: Path) -> Path:
+    """A finished run of two rounds, to be damaged."""
+    return Path(shutil.copytree(whole_run, tmp_path / "runs" / "run"))
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(toys.toy(rounds=2), tmp_path_factory.mktemp("ended") / "run", toys.blobs()).directory
+
+
 def test_a_finished_run_gives_its_result_and_nothing_is_written(tmp_path: Path) -> None:
     first = run(SETTINGS["parallel"], tmp_path / "run", data=toys.blobs())
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.is_file() and p.name != "lock"}
@@ -122,6 +137,57 @@ def test_a_finished_run_whose_files_are_damaged_says_which(name: str, content: b
     path.unlink() if content is None else path.write_bytes(content)
     with pytest.raises(CorruptFile, match=name):
         resume(tmp_path / "run", data=toys.blobs())
+
+
+CUTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a round": (lambda b: b"".join(b.splitlines(keepends=True)[:-1]), "it has 1 rounds, and summary.json 2"),
+    "a newline": (lambda b: b[:-1], "it has 1 rounds, and summary.json 2"),
+    "a number": (lambda b: b.replace(b'"accuracy":', b'"accuracy":0.125,"was":'), "last round has accuracy 0.125"),
+    "more": (lambda b: b + b'{"event":"task"}\n', "it ends in the event 'task', and not in 'round'"),
+    "half": (lambda b: b + b'{"event":"ta', "it ends in half a line"),
+}
+
+
+@pytest.mark.parametrize("how", CUTS)
+def test_a_finished_run_whose_journal_is_not_what_was_written_is_refused(how: str, ended: Path) -> None:
+    cut, why = CUTS[how]
+    journal = ended / "journal.jsonl"
+    journal.write_bytes(cut(journal.read_bytes()))
+    for read in (resume, read_run, run_frames):
+        with pytest.raises(CorruptFile, match=rf"journal\.jsonl is not what was written: .*{why}.*; restore the file"):
+            read(ended)
+
+
+def test_a_finished_run_whose_journal_is_gone_is_not_left_out_of_a_report(ended: Path) -> None:
+    (ended / "journal.jsonl").unlink()
+    with pytest.raises(CorruptFile, match="there is no journal at"):
+        find([ended.parent])
+
+
+def test_a_bit_of_the_final_model_that_was_turned_is_noticed_by_all_who_read_it(ended: Path) -> None:
+    path = ended / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    shutil.rmtree(ended / "checkpoints")
+    further = toys.toy(rounds=1, start_from=str(ended))
+    for read in (lambda: resume(ended), lambda: load_model(ended), lambda: run(further, ended / "on", toys.blobs())):
+        with pytest.raises(CorruptFile, match=r"its SHA-256 is not the one in summary\.json"):
+            read()
+    summary = json.loads((ended / "summary.json").read_bytes())
+    del summary["model_sha256"]  # as of a run of an earlier version
+    (ended / "summary.json").write_text(json.dumps(summary))
+    assert resume(ended).accuracy == summary["accuracy"]
+
+
+def test_a_finished_run_needs_no_folder_that_can_be_written(ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(folder: Path) -> None:
+        raise AssertionError(f"{folder} is locked")
+
+    monkeypatch.setattr("fedstill.experiment.running.runner.locked", refused)
+    assert resume(ended).history[-1]["round"] == 2
+    with pytest.raises(AssertionError, match="is locked"):
+        resume(ended, track="tensorboard")
 
 
 def test_a_run_whose_data_have_changed_does_not_go_on(tmp_path: Path) -> None:

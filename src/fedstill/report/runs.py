@@ -17,6 +17,7 @@ from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import refuse_changed
+from fedstill.experiment.run_directory.cut_short import refuse_cut
 from fedstill.experiment.run_directory.evidence import packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
@@ -147,6 +148,7 @@ def read_run(folder: Path) -> Run:
     check_events(path, start, initial, by_name["round"], by_name["client"])
     check_looks(path, by_name["measure"])
     check_resumed(path, by_name.get("resumed", []))
+    refuse_cut(folder, events)
     split = read_split(folder, start)
     return Run(
         folder,
@@ -196,7 +198,7 @@ def _below(directory: Path) -> Iterator[Path]:
     """The folders of runs, packed ones too; none that is hidden: a pack may be half read there."""
     for config in directory.rglob(CONFIG):
         hidden = any(name.startswith(".") for name in config.relative_to(directory).parts)
-        if (config.parent / JOURNAL).is_file() and not hidden:
+        if any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY)) and not hidden:
             yield config.parent
     for packed in packs_below(directory):
         yield from _below(readable(packed))

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
@@ -21,6 +21,8 @@ from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
+from fedstill.experiment.run_directory.cut_short import refuse_cut
+from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.tracking.tracking import wanted
 
 BYTES_A_RUN = 1.5e9
@@ -55,8 +57,9 @@ class Outcome:
             whole = journal.read().rpartition(b"\n")[0]
         for line in whole.split(b"\n"):
             if line.startswith(b'{"event":"round"'):
-                event = json.loads(line)
-                self.done, self.accuracy = event["round"], event["accuracy"]
+                with suppress(ValueError, KeyError):  # it is damaged, which whoever goes on with the run says
+                    event = json.loads(line)
+                    self.done, self.accuracy = event["round"], event["accuracy"]
         self._read += len(whole) + 1 if whole else 0
 
 
@@ -85,7 +88,7 @@ def carry_out_runs(
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
     make_way([o.variant for o in outcomes], overwrite)
     wanted(track)
-    _leave_alone([o for o in outcomes if not track and (o.variant.folder / "summary.json").is_file()])
+    _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])
     if not (waiting := [o for o in outcomes if o.state == "waiting"]):
         watch(outcomes)
         return outcomes
@@ -143,6 +146,15 @@ KILLED: Answer = (
     "perhaps with fewer --jobs",
     "",
 )
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a run is finished, and its journal is what it wrote; of one that is not, who goes on with it says why."""
+    try:
+        refuse_cut(folder, read_journal(folder / "journal.jsonl"))
+    except CorruptFile:
+        return False
+    return (folder / "summary.json").is_file()
 
 
 def _leave_alone(finished: Sequence[Outcome]) -> None:

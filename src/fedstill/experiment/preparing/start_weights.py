@@ -15,12 +15,10 @@ from torch import Tensor
 
 from fedstill.errors import ConfigError, CorruptFile, on_one_line
 from fedstill.files import digest
+from fedstill.final_model import FINAL, read_final
 from fedstill.models import contract
 from fedstill.models.additions import is_added
 from fedstill.records import ModelSpec, Tensors
-
-FINAL = "model.safetensors"
-"""The final global model in a finished run's directory."""
 
 PICKLED = (".pt", ".pth")
 """How files end that torch.save wrote."""
@@ -104,7 +102,7 @@ def _stored(path: Path) -> dict[str, Tensor]:
     if path.suffix in PICKLED:
         return _state_dict(path)
     try:
-        return safetensors.torch.load(path.read_bytes())
+        return safetensors.torch.load(read_final(path))
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged, or no safetensors file: {error}") from error
 

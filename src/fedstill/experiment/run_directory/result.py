@@ -17,11 +17,13 @@ from torch import Tensor
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.run_directory import journal as journals
+from fedstill.experiment.run_directory.cut_short import refuse_cut
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
 from fedstill.experiment.run_directory.refusals import Refusals
 from fedstill.experiment.run_directory.shown import forgotten_table, notebook, share
 from fedstill.experiment.run_directory.split_file import read_label_counts
-from fedstill.files import in_shell, named_path, short_name, write_whole
+from fedstill.files import digest, in_shell, named_path, short_name, write_whole
+from fedstill.final_model import FINAL, MODEL_SEAL, read_final
 from fedstill.metrics.accuracy import best_and_recent
 from fedstill.metrics.answers import QUERY_MEASURES, UNTAUGHT
 from fedstill.records import State
@@ -56,17 +58,18 @@ class Result:
         """The result of a finished run's directory; raises CorruptFile for a file that is damaged or gone."""
         folder = named_path(folder)
         path = folder / "summary.json"
+        events = journals.read_journal(folder / "journal.jsonl")
+        refuse_cut(folder, events)
         try:
             summary = json.loads(path.read_bytes())
             accuracy, forgetting = summary["accuracy"], summary["forgetting"]
-            path = folder / "model.safetensors"
-            model = safetensors.torch.load(path.read_bytes())
+            path = folder / FINAL
+            model = safetensors.torch.load(read_final(path))
         except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             todo = f"delete summary.json, then `fedstill resume {in_shell(folder)}`"
             if not (folder / "checkpoints").is_dir():
                 todo = "put it back: there are no checkpoints to make it from (a pack keeps neither)"
             raise CorruptFile(f"{path} is damaged: {error}; {todo}") from error
-        events = journals.read_journal(folder / "journal.jsonl")
         history, measures = ([e for e in events if e["event"] == kind] for kind in ("round", "measure"))
         classes = tuple(str(c) for e in events[:1] for c in e.get("classes", []))
         return Result(accuracy, forgetting, history, model, folder, summary, measures, classes)
@@ -171,7 +174,8 @@ def summary_of(
 
 
 def write_result(folder: Path, state: State, summary: Mapping[str, Any]) -> None:
-    """Write ``model.safetensors`` and then ``summary.json``; a run with that file is finished."""
+    """Write ``model.safetensors`` and then ``summary.json``, with its SHA-256; a run with that file is finished."""
     params = {k: v.detach().contiguous().clone() for k, v in state.params.items()}
-    write_whole(folder / "model.safetensors", safetensors.torch.save(params))
-    write_whole(folder / "summary.json", json.dumps(json_value(summary), indent=2).encode())
+    write_whole(folder / FINAL, data := safetensors.torch.save(params))
+    sealed = {**summary, MODEL_SEAL: digest(data)}
+    write_whole(folder / "summary.json", json.dumps(json_value(sealed), indent=2).encode())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstill.errors import ConfigError
+from fedstill.experiment.run_directory.cut_short import refuse_cut
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.frames import frame_of_clients, frame_of_events
 from fedstill.experiment.run_directory.journal import read_journal
@@ -22,7 +23,9 @@ def run_frames(run: Path) -> dict[str, pandas.DataFrame]:
 
     Raises ConfigError without pandas, CorruptFile for a journal that is damaged or not there.
     """
-    events = read_journal(readable(run) / "journal.jsonl")
+    folder = readable(run)
+    events = read_journal(folder / "journal.jsonl")
+    refuse_cut(folder, events)
     classes = [str(name) for event in events[:1] for name in event.get("classes", [])]
     rounds, clients = ([e for e in events if e["event"] == kind] for kind in ("round", "client"))
     return {"rounds": frame_of_events(rounds, classes), "clients": frame_of_clients(clients, classes)}

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 SPLIT = "split.safetensors"
 """The file's name in a run's directory."""
 
-AGAIN = "restore it, or delete it and `fedstill resume` the run, if that has not ended: then the split is drawn again"
+AGAIN = (
+    "restore it, or delete it, and summary.json too if the run is finished, and `fedstill resume` the run: then the "
+    "split is drawn again"
+)
 
 
 def write_split(folder: Path, split: DealtOut) -> dict[str, Any]:

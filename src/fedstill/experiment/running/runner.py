@@ -26,7 +26,7 @@ from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.cautions import say_cautions
 from fedstill.experiment.running.driver import Driver
 from fedstill.experiment.tracking.tracker import Track
-from fedstill.experiment.tracking.tracking import send_late, wanted
+from fedstill.experiment.tracking.tracking import behind, send_late, wanted
 from fedstill.files import named_path, sweep, write_whole
 from fedstill.keys import drawing_from, seed_for
 from fedstill.records import SERVER
@@ -115,6 +115,8 @@ def resume(
         refuse_calls(on_round, track)
         return submit(settings, folder, True, watch or Quiet())
     trackers = wanted(track)
+    if (folder / "summary.json").is_file() and not behind(folder, settings, trackers):
+        return Result.of(folder)  # nothing is written, so that the folder may be read only
     with locked(folder):
         if (folder / "summary.json").is_file():
             result = Result.of(folder)

@@ -60,6 +60,11 @@ def _each(track: Track) -> Iterator[tuple[str, Tracker]]:
         yield type(track).__name__, track
 
 
+def behind(folder: Path, settings: Settings, trackers: Named) -> bool:
+    """Whether a tracker of a finished run, or one of ``trackers``, has not been told that it is finished."""
+    return Tracking(folder, settings, trackers).behind
+
+
 def send_late(folder: Path, settings: Settings, trackers: Named, summary: Mapping[str, Any]) -> None:
     """Send to the trackers of a finished run, and to ``trackers``, what they do not have."""
     tracking = Tracking(folder, settings, trackers)

@@ -21,7 +21,6 @@ from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.preparing.backbone import body_of
 from fedstill.experiment.preparing.run_world import RunWorld, started, world_of
-from fedstill.experiment.preparing.start_weights import FINAL
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import settings_of
 from fedstill.experiment.run_directory.checkpoint import Checkpoints
@@ -33,6 +32,7 @@ from fedstill.experiment.trained.stored_inputs import StoredInputs, inputs_of, s
 from fedstill.experiment.trained.trained_model import TrainedModel, network_of
 from fedstill.fields import plain_value
 from fedstill.files import digest, in_shell, named_path
+from fedstill.final_model import FINAL, read_final
 from fedstill.methods.local_only import answered, fitted
 from fedstill.models.contract import Predictor, predictor
 from fedstill.models.joined import Joined
@@ -143,7 +143,7 @@ def _last(folder: Path) -> tuple[State, Versions]:
             todo = f"train it again: fedstill run {in_shell(folder / 'config.toml')}"
         raise ConfigError(f"{folder} holds no model, neither in checkpoints/ nor in {FINAL}; {todo}")
     try:
-        return State(safetensors.torch.load(path.read_bytes())), {}
+        return State(safetensors.torch.load(read_final(path))), {}
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
