@@ -45,7 +45,7 @@ def compare_command(
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
         set_: A value over the file's, as key=value. May be repeated.
         track: Tell trackers of every round: tensorboard (then: tensorboard --logdir OUT), mlflow, wandb.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other files or data.
         debug: Print the traceback of what fails; a client that fails ends its run, whatever clients.failures says.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
@@ -74,7 +74,7 @@ def demo(
         seeds: Seeds of the runs. Unset, 1,2,3.
         out: The directory of all runs and the report. Unset, one is made under runs/.
         jobs: How many runs at once. By default one a core, fewer if there is not enough memory.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other files or data.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from importlib import resources

@@ -51,7 +51,7 @@ def reproduce(
         beside: Other runs of this table, made with other settings: print how far each row is from the row of its name
             there, or from the row --against there.
         at: Also print each row at these rounds, as the mean of the ten that end there, e.g. --at 50,100,200.
-        overwrite: Begin anew where a run is in the way: damaged, of other settings, or older than your own files.
+        overwrite: Begin anew where a run is in the way: damaged, of other settings, or of other files or data.
         quiet: Say nothing of progress: no bar in a terminal, no lines elsewhere.
     """
     from fedstill.experiment.comparing import recipes
