@@ -92,6 +92,31 @@ def test_what_is_wrong_is_one_line(
     assert not (tmp_path / "runs").exists(), "nothing is left behind"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "report X",
+        "export X --csv tables",
+        "why X",
+        "pack X",
+        "unpack X.runs.tar.xz",
+        "query X --client 1 --classes 1",
+        "forgetting X",
+        "rank check X",
+        "compare small.toml --out X",
+        "compare --methods fedavg X",
+    ],
+)
+def test_a_path_that_cannot_be_asked_for_is_one_line(
+    words: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a name is that is too long, and a path below a folder that one may not enter."""
+    assert call([word.replace("X", "x" * 300) for word in words.split()]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert said.endswith(": File name too long; name another path\n")
+
+
 def test_a_directory_with_another_run_is_left_alone(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["run", str(config), "--out", "one", "-q"]) == 0
     before = Path("one/summary.json").read_bytes()

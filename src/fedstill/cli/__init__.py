@@ -29,7 +29,7 @@ from fedstill.cli import (
 from fedstill.cli.app import app, say
 from fedstill.cli.output import print_what_is_near
 from fedstill.cli.spelling import as_key, first_argument, no_value, spaced_list, unused_words
-from fedstill.errors import FedstillError, Interrupted
+from fedstill.errors import FedstillError, Interrupted, cut_reason
 from fedstill.files import named_path
 
 __all__ = [
@@ -91,9 +91,9 @@ def _at_home(given: Any) -> Any:
 
 def call(tokens: list[str]) -> int:
     """Run one command; its exit code. What is wrong is one line on the standard error."""
-    if hint := no_value(tokens) or spaced_list(tokens):
-        return say(hint, 2)
     try:
+        if hint := no_value(tokens) or spaced_list(tokens):
+            return say(hint, 2)
         command, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
         result = command(*map(_at_home, bound.args), **{k: _at_home(v) for k, v in bound.kwargs.items()})
     except UnusedCliTokensError as error:
@@ -110,4 +110,8 @@ def call(tokens: list[str]) -> int:
         return say(str(stopped), 1)
     except BrokenPipeError:
         return 1
+    except OSError as error:  # of a path that was named: a folder one may not enter, a name that is too long
+        if not (error.filename and error.strerror):
+            raise
+        return say(f"cannot use {cut_reason(str(error.filename))}: {error.strerror}; name another path", 2)
     return result if isinstance(result, int) else 0

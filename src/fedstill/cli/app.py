@@ -69,7 +69,7 @@ def tracebacks(shown: bool) -> Iterator[None]:
     """Print the traceback of an error, and of what caused it, if they are to be shown; the error goes on."""
     try:
         yield
-    except FedstillError as error:
+    except (FedstillError, OSError) as error:
         if shown:
             traceback.print_exception(error)
         raise
