@@ -411,7 +411,7 @@ def test_a_damaged_or_missing_cache_is_as_none(tmp_path, monkeypatch):
     file.write_bytes(file.read_bytes()[:100])
     assert same(first, p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file" / "below"))
     assert same(first, p.cached(p.iid, BALANCED, slow_seconds=0, clients=7, seed=1))
 
 

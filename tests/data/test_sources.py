@@ -512,7 +512,7 @@ def test_the_cache_is_mapped_copy_on_write_and_repaired(tmp_path):
 
 def test_an_unwritable_cache_is_done_without(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file"))
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file" / "below"))
     assert len(load_dataset("digits").test) == 359
 
 

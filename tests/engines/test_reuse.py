@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import toys
-from fedstill.data.cache_folder import reuse_bytes
+from fedstill.data.cache_folder import cache_folder, reuse_bytes
 from fedstill.data.inputs import Inputs
 from fedstill.engines import serial
 from fedstill.engines.passes import ModelPasses
@@ -194,6 +196,30 @@ def test_those_not_used_for_longest_make_room(
     monkeypatch.setenv("FEDSTILL_REUSE_GB", "0")
     run(experiment("local_only", seed=8), tmp_path / "none", toys.blobs())
     assert not list(cache.glob("*.reply"))
+
+
+def test_where_no_lock_can_be_written_what_is_kept_serves_and_one_line_warns(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptReplies(cache, frozenset({"fit"}), reuse_bytes())
+    stage, made = Stage(1, 0, "fit", (0,)), Reply(0, Payload(params={"w": torch.zeros(1)}), 1)
+    kept.reply("before", stage, lambda: made)
+
+    def refused(lock: FileLock, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), lock.lock_file)
+
+    monkeypatch.setattr(FileLock, "acquire", refused)
+    assert kept.reply("before", stage, pytest.fail).client == 0
+    assert kept.reply("another", stage, lambda: made) is made
+    warned = [record.getMessage() for record in caplog.records]
+    assert warned == [f"replies are not kept in {cache} for other runs: Read-only file system"]
+
+
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FEDSTILL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"FEDSTILL_CACHE = .*file' is a file; name a folder"):
+        cache_folder()
 
 
 @pytest.mark.parametrize("said", ["much", "-1", "nan", "inf"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from pathlib import Path
@@ -10,10 +11,20 @@ from platformdirs import user_cache_dir
 
 from fedstill.errors import ConfigError
 
+CACHE = "FEDSTILL_CACHE"
+"""The environment variable that names the cache folder."""
+
 
 def cache_folder() -> Path:
-    """The cache folder; it may not exist yet, and deleting it loses nothing but time."""
-    return Path(os.environ.get("FEDSTILL_CACHE") or user_cache_dir("fedstill"))
+    """The cache folder; it may not exist yet, and deleting it loses nothing but time.
+
+    Raises ConfigError if ``FEDSTILL_CACHE`` names a file. A folder in which nothing can be written is done without.
+    """
+    folder = Path(os.environ.get(CACHE) or user_cache_dir("fedstill"))
+    with contextlib.suppress(PermissionError):
+        if folder.is_file():
+            raise ConfigError(f"{CACHE} = {str(folder)!r} is a file; name a folder, which may be one to be made")
+    return folder
 
 
 REUSE_GB = "FEDSTILL_REUSE_GB"

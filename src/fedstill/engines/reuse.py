@@ -28,7 +28,7 @@ from fedstill import registry
 from fedstill.beside import files_of
 from fedstill.data.examples import examples_digest
 from fedstill.errors import BadPayload, DiskFull
-from fedstill.files import digest, make_folder, write_whole
+from fedstill.files import digest, write_whole
 from fedstill.records import Payload, Plan, Reply, Stage, View
 from fedstill.wire.codec import OWN_ENTRIES, decode, encode
 from fedstill.wire.reports import OWN
@@ -54,17 +54,18 @@ class KeptReplies:
     def reply(self, key: str, stage: Stage, make: Callable[[], Reply]) -> Reply:
         """The reply kept under a key, or the one that ``make`` gives, kept from now on.
 
-        Of several processes that want it one makes it and the others wait. A damaged file counts as missing and is
-        logged; a reply that cannot be written is not kept. Times of a reply that was not made now are 0, except
+        Of several processes that want it one makes it and the others wait; in a folder where no lock can be written
+        each makes it, and one warning says so. A damaged file counts as missing and is logged; a reply that cannot be
+        written is not kept. Times of a reply that was not made now are 0, except
         ``seconds_reused``.
         """
-        path = self.folder / f"{key}.reply"
-        try:
-            make_folder(self.folder / "locks")
-        except DiskFull as error:
-            log.warning("replies are not kept: %s", error)
-            return make()
-        with FileLock(self.folder / "locks" / key[:LOCKED_BY]):
+        path, locks = self.folder / f"{key}.reply", self.folder / "locks"
+        with contextlib.ExitStack() as locked:
+            try:
+                locks.mkdir(parents=True, exist_ok=True)
+                locked.enter_context(FileLock(locks / key[:LOCKED_BY]))
+            except OSError as error:
+                _tell_of(self.folder, error.strerror or str(error))
             kept = _read(path)
             if kept is not None:
                 with contextlib.suppress(OSError):
@@ -90,6 +91,12 @@ class KeptReplies:
             with contextlib.suppress(OSError):
                 path.unlink()
             total -= size
+
+
+@functools.cache
+def _tell_of(folder: Path, why: str) -> None:
+    """Warn, once in a process, of a folder in which nothing can be written."""
+    log.warning("replies are not kept in %s for other runs: %s", folder, why)
 
 
 def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: int, sent: Payload, *more: Any) -> str:
