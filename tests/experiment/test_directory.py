@@ -243,6 +243,19 @@ def test_the_folder_of_a_comparison_that_cannot_be_made_is_named(tmp_path: Path)
         pass
 
 
+def test_values_that_make_a_longer_name_than_a_folder_may_have_are_cut_and_told_apart(tmp_path: Path) -> None:
+    values = [[0.125 + 1 / n for n in range(1, 20)], [0.125 + 1 / n for n in range(1, 21)]]
+    runs = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": values})
+    for run_ in runs:
+        run_.folder.mkdir(parents=True)
+    short, long = (run_.folder.parent.name for run_ in runs)
+    assert short[:150] == long[:150]
+    assert len(short) == len(long) < 170
+    assert runs[1].label == f"fedavg data.std={values[1]}"
+    (whole,) = variants(Experiment(), tmp_path, ["fedavg"], [1], {"data.std": [[0.1] * 40]})
+    assert whole.folder.parent.name == "fedavg_data.std=[" + ",_".join(["0.1"] * 40) + "]", "it fits"
+
+
 def test_a_directory_that_holds_another_run_is_left_alone(tmp_path: Path) -> None:
     folder = stopped(SETTINGS["parallel"], tmp_path / "run")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}

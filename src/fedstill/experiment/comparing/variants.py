@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,13 @@ from fedstill.errors import ConfigError
 from fedstill.experiment.config.experiment import Experiment, refuse_no_experiment
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.settle import settle
+from fedstill.files import digest
+
+LONGEST_NAME = 255
+"""The most bytes that a file system takes as a name."""
+
+KEPT_OF_NAME = 150
+"""How many bytes of a longer one are kept."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,11 @@ def _apart(runs: Sequence[Variant], out: Path) -> list[Variant]:
 
 
 def _folder(out: Path, words: Sequence[str]) -> Path:
-    return out / " ".join(words).replace("/", "-").replace(" ", "_")
+    """The words as a folder's name; of more than a name may have, the first ones and a hash of all."""
+    name = " ".join(words).replace("/", "-").replace(" ", "_")
+    if len(whole := os.fsencode(name)) > LONGEST_NAME:
+        name = f"{whole[:KEPT_OF_NAME].decode(errors='ignore')}-{digest(whole)[:12]}"
+    return out / name
 
 
 def seeded(label: str, experiment: Experiment, seed: int, folder: Path, here: bool = True) -> Variant:
