@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import lzma
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_the_same_runs_give_the_same_bytes(runs: Path) -> None:
     gone(runs)
     evidence.unpack(evidence.pack_of(runs))
     assert evidence.pack(runs).read_bytes() == first
+
+
+def test_long_names_and_times_before_1970_are_packed_too(runs: Path) -> None:
+    """A comparison's folder is named by the values of its grid."""
+    (runs / "fedavg").rename(runs / ("é" * 120))
+    os.utime(next(runs.rglob("summary.json")), (-5, -5))
+    before = contents(runs)
+    packed = evidence.pack(runs)
+    gone(runs)
+    evidence.unpack(packed)
+    assert contents(runs) == before
 
 
 def test_a_pack_is_read_like_the_folder(runs: Path) -> None:

@@ -40,11 +40,12 @@ def pack(folder: Path) -> Path:
     if not files:
         raise ConfigError(f"{folder} holds no run; name a folder of runs")
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+    with tarfile.open(fileobj=out, mode="w") as archive:
         for path in files:
             data = path.read_bytes()
             entry = tarfile.TarInfo(path.relative_to(folder).as_posix())
             entry.size, entry.mtime = len(data), int(path.stat().st_mtime)
+            archive.format = _format_of(entry)
             archive.addfile(entry, io.BytesIO(data))
     packed = pack_of(folder)
     data = lzma.compress(out.getvalue(), preset=9 | lzma.PRESET_EXTREME)
@@ -64,6 +65,15 @@ def _warn_of_unfinished(files: Sequence[Path]) -> None:
         more = f" and {len(begun) - 5} more" if len(begun) > 5 else ""
         text = "not finished: %s%s; the pack has no checkpoints: keep the directory to go on"
         log.warning(text, ", ".join(begun[:5]), more)
+
+
+def _format_of(entry: tarfile.TarInfo) -> int:
+    """The plainest format that a file's name and time fit in."""
+    try:
+        entry.tobuf(tarfile.USTAR_FORMAT)
+    except ValueError:
+        return tarfile.PAX_FORMAT
+    return tarfile.USTAR_FORMAT
 
 
 def pack_of(folder: Path) -> Path:
