@@ -93,6 +93,9 @@ def test_a_typo_is_answered_with_the_nearest_legal_name(text: str, key: str, nea
         ("[method]\nname = ['fedntd']", r"method\.name = \['fedntd'\]"),
         ("[partition]\nalpha = 0", "alpha = 0"),
         ("[topology]\nclients = 0", r"topology\.clients = 0"),
+        ("[data]\nname = ''", r"data\.name = '' names no data"),
+        ("[data]\npublic_from = ''", r"data\.public_from = '' names no data"),
+        ('[data]\npublic_from = "a\\u0000"', r"data\.public_from = .* cannot be a path"),
         ("[topology]\nclients = [1]", r"topology\.clients = \[1\]"),
         ("[partition]\nclients = {}", r"partition\.clients = \{\}"),
         ("[topology]\nclients = 3\n[partition]\nclients = 4", r"topology\.clients = 3.*partition\.clients = 4"),
@@ -152,6 +155,12 @@ def test_a_config_that_is_not_there_or_not_text_is_named(tmp_path: Path) -> None
     ("changes", "error", "words"),
     [
         ({"topology": {"clients": 6, "sampled": 7}}, ConfigError, r"topology\.sampled = 7 is more than the 6 clients"),
+        (
+            {"topology": {"clients": 6, "first": "fitt"}},
+            UnknownName,
+            r"^topology\.first, with method .*: unknown stage 'fitt'; did you mean 'fit'\?$",
+        ),
+        ({"topology": {"clients": 6, "after": "x" * 999}}, UnknownName, r"topology\.after.*'x{79}…'"),
         ({"topology": {"clients": 301}}, InfeasiblePartition, "dirichlet"),
         ({"partition": {"kind": "sharding", "shards": 200}}, InfeasiblePartition, "shard"),
         ({"partition": {"kind": "dirichlet", "alpha": 1.0, "min_size": 51}}, InfeasiblePartition, "51|min_size"),

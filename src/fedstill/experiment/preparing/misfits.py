@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from fedstill.anywhere import ANYWHERE
 from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
-from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, on_one_line
+from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, UnknownName, on_one_line
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.lone_examples import refuse_lone_examples
@@ -71,6 +72,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     for spec in {world.server_model, *world.client_models}:
         refuse_huge(spec)
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
+    _check_named_stages(method, name, settings.named.topology.values, {s.name for s in schedule})
     _check_stages(method, name, kind, {s.name for s in schedule}, world.plans)
     _check_hooks(method, name, schedule, world.plans)
     why = method.misfit(settings.topology(1, world), world)
@@ -125,6 +127,15 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
                     f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
                     f"set plan.{stage.name}.validation, 0.1 say"
                 )
+
+
+def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stages: set[str]) -> None:
+    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that neither the method nor every one has."""
+    known = method.stages | ANYWHERE.keys()
+    unknown = stages - known - set(method.schedule.values())
+    for key, stage in said.items():
+        if isinstance(stage, str) and stage in unknown:
+            raise UnknownName("stage", stage, known, where=f"topology.{key}, with method {name}")
 
 
 def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans: Collection[str]) -> None:
