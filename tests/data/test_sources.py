@@ -434,7 +434,10 @@ def test_wrong_names(root):
     refused("the Hugging Face hub does not give 'some/thing'", "some/thing")
     refused("did you mean 'label_column'", "my-own", label_colum="x")
     refused("choose one of size|did you mean 'size'", "ham10000", sizes=3)
-    refused("there are none", "cifar10", size=3)
+    refused("there are none", "cifar10", sizes=3)
+    refused("data.size is not for dataset 'cifar10': it is read in one way alone; leave it out", "cifar10", size=3)
+    refused("^data.input_column is not for dataset 'digits'", "digits", input="text")
+    refused("^data.missing_marks is not for dataset 'digits'", "digits", marks=True)
     refused("size = 0", "my-own", size=0)
     refused("is empty", "my-own")
 

@@ -40,6 +40,9 @@ FORM = tuple(field.name for field in dataclass_fields(Form))
 FIELDS = ("image_column", "label_column", "mean", "size", "std", *FORM)
 """Options for data that are not in the catalogue."""
 
+CONFIG_KEYS = {"input": "input_column", "marks": "missing_marks"}
+"""How keys of ``[data]`` are called that are options by another name."""
+
 PACKED = {".gz": "gunzip", ".bz2": "bunzip2", ".xz": "unxz", ".zst": "unzstd", ".zip": "unzip"}
 """How the names of packed files end, and what unpacks them."""
 
@@ -60,7 +63,8 @@ def load_dataset(
     ``mean``, ``std``, and the fields of ``fedstill.data.form.Form``.
     Data without a test split have a stratified fifth held out.
     Raises DataError for data that are damaged or not what their name promises, DataAbsent for those that are not here,
-    UnknownName for no such name, ConfigError for a name that is neither a text nor a path.
+    UnknownName for no such name, ConfigError for a name that is neither a text nor a path, and for fields of data that
+    are read in one way alone.
     """
     name, fields = plain_value(name), plain_value(fields)
     if not isinstance(name, str):
@@ -187,4 +191,8 @@ def _columns(
 
 def _refuse_unknown(name: str, fields: dict[str, Any], legal: Any) -> None:
     for unknown in sorted(set(fields) - set(legal)):
-        raise UnknownName("field", unknown, legal, where=f"dataset {name!r}")
+        if unknown not in FIELDS:
+            raise UnknownName("field", unknown, legal, where=f"dataset {name!r}")
+        why = f"its function has no parameter {unknown!r}" if ".py" in name else "it is read in one way alone"
+        key = f"data.{CONFIG_KEYS.get(unknown, unknown)}"
+        raise ConfigError(f"{key} is not for dataset {short_name(name)!r}: {why}; leave it out")
