@@ -118,7 +118,7 @@ def test_another_data_set_must_have_the_classes_or_give_no_labels() -> None:
         ({"public_from": "noise"}, "needs data.public"),
         ({"public_from": "digits", "public_resize": True, "public_labels": False, "public": 9999}, "more than the 1"),
         ({"public": 300}, "leaves nothing"),
-        ({"public_from": "nowhere"}, "nowhere"),
+        ({"public_from": "nowhere"}, "^data.public_from: unknown dataset 'nowhere'"),
         ({"public_from": "/"}, "/ is the root of a file system, not the folder of a data set; "),
     ],
 )

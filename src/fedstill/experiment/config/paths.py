@@ -19,11 +19,16 @@ def whole_path(path: str, base: Path | None, key: str) -> Path:
     return place
 
 
-def resolved_data_name(name: str, base: Path | None) -> str:
-    """A data set's name, or the absolute path if it is a file or a folder; a run's directory is none."""
+def resolved_data_name(name: str, base: Path | None, key: str) -> str:
+    """A data set's name, or the absolute path if it is a file or a folder; a run's directory is none.
+
+    Raises ConfigError naming the key if it cannot be a path, or is empty.
+    """
+    if not name:
+        raise ConfigError(f"{key} = '' names no data; leave it out, or name a data set, a file or a folder")
     if name in registry.names("dataset"):
         return name
     path, colon, attribute = name.partition(":")
-    place = whole_path(path, base, "data.name")
+    place = whole_path(path, base, key)
     is_run = (place / "journal.jsonl").is_file()
     return str(place) + colon + attribute if place.exists() and not is_run else name

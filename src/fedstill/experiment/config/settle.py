@@ -113,8 +113,8 @@ def _data(experiment: Experiment) -> DataTable:
     source = data.public_from
     return replace(
         data,
-        name=resolved_data_name(data.name, base),
-        public_from=source if source in ("train", "noise") else resolved_data_name(source, base),
+        name=resolved_data_name(data.name, base, "data.name"),
+        public_from=source if source in ("train", "noise") else resolved_data_name(source, base, "data.public_from"),
         folder=str(whole_path(data.folder, base, "data.folder")) if data.folder else "",
         tokenizer=_tokenizer(data.tokenizer, base),
         features_of=_backbone(data.features_of, base),

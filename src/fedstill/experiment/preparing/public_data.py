@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,8 @@ def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Ex
         side = shape[1] if data.public_resize and shape[1] == shape[2] else None
         public, theirs = _unlabelled(read_unlabelled(place, side)), None
     else:
-        other = load_dataset(source, folder=folder or None, **wanted.form)
+        with _named(data.public_from == source):
+            other = load_dataset(source, folder=folder or None, **wanted.form)
         public, theirs = other.train, len(other.classes)
         if (other.about.kind, other.vocabulary) != (wanted.about.kind, wanted.about.vocabulary):
             raise DataError(f"the public examples of {source} are {other.many}, the run's {wanted.many}; name others")
@@ -145,6 +147,16 @@ def _fitting(settings: Settings, wanted: Wanted, source: str, folder: str) -> Ex
         return public
     draw = generator(seed_for(settings.seed, 0, 0, SERVER, "public images"))
     return public.take(torch.randperm(len(public), generator=draw)[:size].sort().values)
+
+
+@contextmanager
+def _named(in_config: bool) -> Iterator[None]:
+    """Errors of reading data that the config names, with the key that does."""
+    try:
+        yield
+    except ConfigError as error:
+        kind = type(error) if isinstance(error, DataError) else ConfigError
+        raise (kind(f"data.public_from: {error}") if in_config else error) from error
 
 
 def _refuse_unlike(settings: Settings, wanted: Wanted, source: str, public: Examples, theirs: int | None) -> None:
