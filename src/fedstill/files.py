@@ -181,6 +181,18 @@ def digest(data: bytes) -> str:
 
 def as_named(error: OSError, path: Path) -> DiskFull:
     """An error while writing as DiskFull, with what to do about it."""
+    run = _run_at_work(path)
+    again = "run the same command again" if run is None else f"`fedstill resume {in_shell(run)}`"
     if error.errno in FULL:
-        return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then `fedstill resume` the run")
-    return DiskFull(f"cannot write {path}: {error.strerror}; put that right, then `fedstill resume` the run")
+        return DiskFull(f"no room to write {path}: {error.strerror}; free some space, then {again}")
+    return DiskFull(f"cannot write {path}: {error.strerror}; put that right, then {again}")
+
+
+def _run_at_work(path: Path) -> Path | None:
+    """The directory of the run that a file is written for, from when it can be resumed until it is finished."""
+    with contextlib.suppress(OSError):
+        for folder in path.parents[:3]:
+            begun = all((folder / name).is_file() for name in ("config.toml", "lock"))
+            if begun and not (folder / "summary.json").is_file():
+                return folder
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -171,6 +172,20 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(k: int, tmp_path: Path) -> 
     ):
         write_whole(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_a_reason_to_resume_where_a_run_is_at_work_alone(tmp_path: Path) -> None:
+    for name in ("config.toml", "lock"):
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoints").mkdir()
+    with (
+        pytest.raises(DiskFull, match=f"free some space, then `fedstill resume {re.escape(str(tmp_path))}`$"),
+        failing_at(0, full, "before"),
+    ):
+        write_whole(tmp_path / "checkpoints" / "1.json", b"new")
+    (tmp_path / "summary.json").touch()
+    with pytest.raises(DiskFull, match=r"then run the same command again$"), failing_at(0, full, "before"):
+        write_whole(tmp_path / "report.html", b"new")
 
 
 def test_other_trouble_with_writing_is_named_too(tmp_path: Path) -> None:
