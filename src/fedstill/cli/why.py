@@ -30,7 +30,7 @@ def why_command(
     game: Literal["idle", "absent"] | None = None,
     without: Number = None,
     from_: Annotated[RoundNumber, Parameter(name="--from")] = None,
-    rounds: RoundCount = 5,
+    rounds: RoundNumber = None,
     once: Flag = False,
     draws: Number = None,
     client: Number = None,
@@ -52,7 +52,7 @@ def why_command(
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
         without: Go through rounds again without this client, and compare: what would have been.
         from_: The first round without it. Unset, --round, or that of the deepest fall.
-        rounds: How many rounds are gone through without it.
+        rounds: How many rounds are gone through without it. Unset, 5.
         once: Leave it out in the first of these rounds alone.
         draws: Go through the round with so many other draws of its clients, e.g. 10: how far who was drawn explains it.
         client: Where clients learn from peers: what this one learned in --round, by phase and by teacher.
@@ -63,6 +63,9 @@ def why_command(
     from fedstill.experiment.run_directory import journal as journals
     from fedstill.experiment.why.falls import all_falls, the_moment
 
+    of_without = {"--from": from_, "--rounds": rounds, "--once": once}
+    if without is None and (lone := [option for option, said in of_without.items() if said]):
+        return say(f"{' and '.join(lone)}: name the client to leave out as well, with --without", 2)
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
@@ -70,7 +73,7 @@ def why_command(
     of = numbered(directory, [class_])[0] if class_ is not None else None
     moment = the_moment(directory, of, round_)
     if without is not None:
-        return _without(directory, moment, without, from_ or moment.round, rounds, once, quiet)
+        return _without(directory, moment, without, from_ or moment.round, rounds or 5, once, quiet)
     if draws:
         return _draws(directory, moment, draws, quiet)
     chosen = [moment]
