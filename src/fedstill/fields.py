@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import PurePath
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 from annotated_types import Interval, Len
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -120,13 +120,29 @@ def checked(fields: Fields, given: Mapping[str, Any], where: str) -> dict[str, A
         if key not in given:
             wrong += [f"{name} is missing, and has no default"] if default is ... else []
         elif why := problem(hint, value):
-            wrong.append(f"{name} = {why}")
+            wrong.append(f"{name} = {why}{_meant(hint, given[key])}")
     unknown = [(where, key, suggestion(key, fields)) for key in map(str, given) if key not in fields]
     if unknown:
         raise UnknownKeys(wrong, unknown)
     if wrong:
         raise ConfigError("; ".join(wrong))
     return values
+
+
+def _meant(hint: Any, typed: Any) -> str:
+    """What to write where a number or a truth value was typed in another way than TOML's.
+
+    >>> _meant(float, Typed(".5")), _meant(bool, Typed("False")), _meant(int, Typed("x"))
+    ('; write 0.5', '; write false', '')
+    """
+    if isinstance(typed, Typed):
+        if typed.lower() in ("true", "false") and not problem(hint, typed.lower() == "true"):
+            return f"; write {typed.lower()}"
+        for kind in (int, float):
+            with suppress(ValueError):
+                if not problem(hint, kind(typed)):
+                    return f"; write {kind(typed)}"
+    return ""
 
 
 def held(hint: Any, default: Any) -> bool:
@@ -157,43 +173,6 @@ def read_record(record: type[R], given: Mapping[str, Any], where: str) -> R:
 def as_table(record: Any) -> dict[str, Any]:
     """The fields of a dataclass instance by name: the table of a config that says the same."""
     return {f.name: getattr(record, f.name) for f in fields(record)}
-
-
-_KINDS = {bool: "true | false", int: "whole number", float: "number", str: "text", dict: "table", Mapping: "table"}
-
-
-def legal(hint: Any) -> str:
-    """What an annotation allows, as a reader writes it.
-
-    >>> legal(PositiveShare), legal(Count | None), legal(Literal["sum", "mean"])
-    ('number in (0, 1]', 'whole number in [1, 1e6], or unset', '"sum" | "mean"')
-    >>> legal(Candidates)
-    'list, each a number in (0, 1e9], 1 to 100 of them'
-    """
-    kind, inner = get_origin(hint), get_args(hint)
-    if kind in (Union, UnionType):
-        return ", or ".join("unset" if one is NoneType else legal(one) for one in inner)
-    if kind is Literal:
-        return " | ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in inner)
-    if kind is Annotated:
-        return legal(inner[0]) + "".join(_legal(bound) for bound in inner[1:])
-    if kind is tuple and inner[1:] == (...,):
-        return f"list, each a {legal(inner[0])}"
-    return _KINDS.get(kind or hint) or str(hint)
-
-
-def _legal(bound: object) -> str:
-    if isinstance(bound, Len):
-        return f", {bound.min_length} to {bound.max_length} of them"
-    if not isinstance(bound, Interval):
-        return ""
-    low, high = (bound.gt if bound.ge is None else bound.ge), (bound.lt if bound.le is None else bound.le)
-    left, right = "(" if bound.ge is None else "[", ")" if bound.le is None else "]"
-    return f" in {left}{_short(low, '-inf')}, {_short(high, 'inf')}{right}"
-
-
-def _short(value: Any, none: str) -> str:
-    return none if value is None else f"{value:g}".replace("e+0", "e").replace("e+", "e")
 
 
 def shown(value: Any) -> str:

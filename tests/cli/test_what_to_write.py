@@ -74,6 +74,15 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "unknown key 'method.zzz'; fedavg has aggregation, suspected",
         ),
         ("run small.toml -s data.mean=0.5", "data.mean = 0.5: write a list, [0.5]"),
+        ("run small.toml -s plan.lr=.5", "plan.train.lr = '.5': input should be a valid number; write 0.5"),
+        ("run small.toml -s plan.lr=1.", "plan.train.lr = '1.': input should be a valid number; write 1.0"),
+        ("run small.toml -s rounds=03", "rounds = '03': input should be a valid integer; write 3"),
+        (
+            "run small.toml -s plan.shuffle=False",
+            "plan.train.shuffle = 'False': input should be a valid boolean; write false",
+        ),
+        ("why runs --from 2", "--from: name the client to leave out as well, with --without"),
+        ("why runs --rounds 3 --once", "--rounds and --once: name the client to leave out as well, with --without"),
         ("run small.toml more.toml", "nothing takes 'more.toml' here"),
         ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
         (

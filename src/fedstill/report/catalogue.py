@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstill import docstrings
-from fedstill.fields import legal
 from fedstill.method import Method
 from fedstill.records import Plan
 from fedstill.registry import USER, Entry
+from fedstill.report.legal_values import legal
 
 ALWAYS = ("epochs", "batch", "optimiser", "lr")
 """What is said of every plan; of the rest, what differs from plain SGD."""

@@ -130,7 +130,7 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
 
 
 def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stages: set[str]) -> None:
-    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that neither the method nor every one has."""
+    """Raise UnknownName for a stage that a key of ``[topology]`` adds, and that this method does not have."""
     known = method.stages | ANYWHERE.keys()
     unknown = stages - known - set(method.schedule.values())
     for key, stage in said.items():
