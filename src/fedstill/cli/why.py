@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -63,9 +64,8 @@ def why_command(
     from fedstill.experiment.run_directory import journal as journals
     from fedstill.experiment.why.falls import all_falls, the_moment
 
-    of_without = {"--from": from_, "--rounds": rounds, "--once": once}
-    if without is None and (lone := [option for option, said in of_without.items() if said]):
-        return say(f"{' and '.join(lone)}: name the client to leave out as well, with --without", 2)
+    if without is None and (lone := _said({"--from": from_, "--rounds": rounds, "--once": once})):
+        return say(f"{lone}: name the client to leave out as well, with --without", 2)
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
@@ -76,15 +76,17 @@ def why_command(
         return _without(directory, moment, without, from_ or moment.round, rounds or 5, once, quiet)
     if draws:
         return _draws(directory, moment, draws, quiet)
-    chosen = [moment]
-    if worst > 1:
-        every = all_falls(journals.read_journal(directory / "journal.jsonl"))
-        chosen = [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]
+    every = [moment] if worst == 1 else all_falls(journals.read_journal(directory / "journal.jsonl"))
+    chosen = [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]
     for one in chosen:
         _tell(directory, one, exact, game, quiet)
     if open_:
         _open(directory)
     return 0
+
+
+def _said(options: Mapping[str, int | None]) -> str:
+    return " and ".join(option for option, value in options.items() if value)
 
 
 def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:

@@ -13,6 +13,7 @@ from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, UnknownName, on_one_line
+from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
 from fedstill.experiment.preparing.lone_examples import refuse_lone_examples
@@ -72,8 +73,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     for spec in {world.server_model, *world.client_models}:
         refuse_huge(spec)
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
-    _check_named_stages(method, name, settings.named.topology.values, {s.name for s in schedule})
-    _check_stages(method, name, kind, {s.name for s in schedule}, world.plans)
+    _check_stages(method, name, settings.named.topology, {s.name for s in schedule}, world.plans)
     _check_hooks(method, name, schedule, world.plans)
     why = method.misfit(settings.topology(1, world), world)
     if why:
@@ -138,8 +138,10 @@ def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stag
             raise UnknownName("stage", stage, known, where=f"topology.{key}, with method {name}")
 
 
-def _check_stages(method: Method, name: str, kind: str, stages: set[str], plans: Collection[str]) -> None:
+def _check_stages(method: Method, name: str, topology: Named, stages: set[str], plans: Collection[str]) -> None:
     """Raise for a stage that a method does not know or that would train nothing, and for a task's end that it lacks."""
+    kind = topology.label
+    _check_named_stages(method, name, topology.values, stages)
     if unknown := sorted(stages - method.stages - ANYWHERE.keys()):
         if unknown[0] in method.schedule.values():
             todo = "write it into stages, and into plans"

@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from fedstill.data.cache_folder import cache_folder
 from fedstill.errors import ConfigError, CorruptFile, RunExists
@@ -67,7 +68,7 @@ def _warn_of_unfinished(files: Sequence[Path]) -> None:
         log.warning(text, ", ".join(begun[:5]), more)
 
 
-def _format_of(entry: tarfile.TarInfo) -> int:
+def _format_of(entry: tarfile.TarInfo) -> Literal[0, 1, 2]:
     """The plainest format that a file's name and time fit in."""
     try:
         entry.tobuf(tarfile.USTAR_FORMAT)
