@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
+import numpy as np
 import pytest
 
 import toys
 from fedstill.experiment.running.runner import run
 from fedstill.report.figures import Style
-from fedstill.report.groups import groups
-from fedstill.report.over_tasks import changes, learned_and_kept, matrix_map, over_tasks, task_curves
+from fedstill.report.groups import Group, groups
+from fedstill.report.over_tasks import changes, learned_and_kept, matrix_map, over_tasks, run_rows, task_curves
 from fedstill.report.page import write_page
 
 STREAM = {"kind": "classes", "tasks": 3, "order": [[0, 1], [2, 3], [4]], "rounds": [1, 2, 1]}
+
+TWO_PEAKS = (
+    ((0.8, None, None), (0.6, 0.5, None), (0.4, 0.5, 0.9)),
+    ((0.6, None, None), (0.8, 0.7, None), (0.2, 0.5, 0.9)),
+)
+"""Accuracy matrices of two seeds that know the first task best at other ends."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,23 @@ def test_curves_and_changes(runs: Path) -> None:
     assert [trace["name"] for trace in drawn["data"]] == ["task 1", "task 2", "task 3"]
     assert drawn["data"][0]["x"] == [0, 1, 2, 3, 4]
     assert [line["x0"] for line in changes(group)] == [1.5, 3.5]
+
+
+def test_curves_are_of_each_seeds_own_classes(tmp_path: Path) -> None:
+    for seed in (1, 2, 3):  # which draw the order of classes
+        stream = {"kind": "classes", "tasks": 2, "rounds": [1, 1]}
+        what = toys.toy(rounds=2, seed=seed, partition={"kind": "iid"}, stream=stream)
+        run(what, tmp_path / f"seed{seed}", toys.blobs())
+    (group,) = groups([tmp_path])
+    assert len({str(r.start["stream"]["classes"]) for r in group.runs}) == 3
+    at_end = np.mean([run_rows(r)[-1] for r in group.runs], axis=0)
+    assert [curve["y"][-1] for curve in task_curves(group)["data"]] == pytest.approx(at_end, abs=1e-5)
+
+
+def test_what_was_lost_is_the_mean_of_what_each_seed_lost() -> None:
+    first, other = (SimpleNamespace(task_ends=[{"task": 1, "row": row} for row in rows]) for rows in TWO_PEAKS)
+    notes = matrix_map(cast("Group", SimpleNamespace(started=[first, other])))["layout"]["annotations"]
+    assert [note["text"] for note in notes if note["x"] == 3] == ["50", "10"], "40 and 60 of the first, 0 and 20"
 
 
 def test_methods_are_points_in_the_plane(runs: Path) -> None:

@@ -23,7 +23,8 @@ ABOUT = (
 )
 MAP = (
     "Each row is a task, each column a task's end; the colour is the accuracy on that task then, mean over seeds. A"
-    " frame marks the end of the task itself. The last column says what was lost of the task since its best end."
+    " frame marks the end of the task itself. The last column says what was lost of the task since its best end, which"
+    " may be another one on each seed."
 )
 CURVES = (
     "Accuracy on the classes of each task by round, mean over seeds, where the answer is the likeliest of all classes,"
@@ -72,10 +73,11 @@ def run_rows(run: Run) -> Values:
 
 def matrix_map(group: Group) -> Figure:
     """Task × task end, the mean over seeds, with the task's own end framed and its loss beside it."""
-    matrices = [run_rows(run) for run in _ended(group)]
-    ends = min(map(len, matrices))
-    mean = np.mean([m[:ends] for m in matrices], axis=0)
-    lost = over.forgetting_by_column(mean)
+    each = [run_rows(run) for run in _ended(group)]
+    ends = min(map(len, each))
+    matrices = [matrix[:ends] for matrix in each]
+    mean = np.mean(matrices, axis=0)
+    lost = np.mean([over.forgetting_by_column(matrix) for matrix in matrices], axis=0)
     tasks = mean.shape[1]
     columns = [*(f"after {t + 1}" for t in range(ends)), "lost"]
     cells = [[*(_percent(v) for v in mean[:, j]), None] for j in range(tasks)]
@@ -113,11 +115,12 @@ def matrix_map(group: Group) -> Figure:
 
 
 def task_curves(group: Group) -> Figure:
-    """Accuracy on the classes of each task by round, a line a task, the mean over seeds."""
+    """Accuracy on the classes of each task by round, a line a task; the mean over seeds, each with its own classes."""
     runs = _ended(group)
     data = []
-    for t, own in enumerate(runs[0].start["stream"]["classes"]):
-        curves = [_of_classes(run, own) for run in runs]
+    classes = [run.start["stream"]["classes"] for run in runs]  # whose order a seed may draw
+    for t in range(len(classes[0])):
+        curves = [_of_classes(run, own[t]) for run, own in zip(runs, classes, strict=True)]
         rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
         data.append(
             {
