@@ -6,7 +6,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from fedstill.experiment.run_directory.split_file import SPLIT, networks_of, rea
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
 from fedstill.records import Examples
-from fedstill.report.data_split import BINS, FIRST, class_by_client, clients_by, split_section, splits
+from fedstill.report.data_split import BINS, FIRST, Split, class_by_client, clients_by, split_section, splits
 from fedstill.report.groups import groups
 from fedstill.report.page import page
 from fedstill.report.runs import read_run
@@ -251,6 +252,13 @@ def test_of_many_clients_the_page_draws_the_first_and_counts_all(tmp_path: Path)
     values, clients_with = np.unique((counts > 0).sum(1), return_counts=True)
     (bars,) = clients_by(drawn.counts.classes_held(), "classes")["data"]
     assert (bars["x"], bars["y"]) == ([str(v) for v in values], clients_with.tolist())
+
+
+def test_a_map_of_many_classes_has_no_numbers() -> None:
+    for classes, kind, text in ((10, "examples", "%{z}"), (100, "examples", ""), (100, "in-local p", "")):
+        names = [f"class {c}" for c in range(classes)]
+        split = SimpleNamespace(drawn=[[3] * classes] * 5, classes=names, clients=[])
+        assert class_by_client(cast("Split", split), kind)["data"][0]["texttemplate"] == text
 
 
 def test_many_sizes_are_counted_in_ranges() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from run_journals import events, stop_after
@@ -13,9 +15,13 @@ import toys
 from fedstill.errors import CorruptFile
 from fedstill.experiment.running.runner import run
 from fedstill.report import chain_hops, targets
-from fedstill.report.groups import groups
+from fedstill.report.figures import PERCENT, Style, curves
+from fedstill.report.groups import Group, groups
+from fedstill.report.heatmaps import class_map
+from fedstill.report.numbers import Spread
 from fedstill.report.page import page
 from fedstill.report.runs import read_run
+from fedstill.report.series import Series
 
 CHAIN = {"kind": "sequential", "clients": 6, "sampled": 3}
 
@@ -55,6 +61,22 @@ def test_a_client_that_failed_leaves_a_blank_column() -> None:
     assert hops.columns == {1: row, 2: [None, None], 3: row, 7: row, 8: row}, "round 2 was not measured"
 
 
+def test_hops_that_nobody_measured_are_left_out(runs: Path) -> None:
+    groups_ = made(runs / "seq7")
+    measured = Series([1, 2, 3, 7, 8], [Spread(v, 0.01, 2) for v in (0.1, 0.2, 0.3, 0.7, 0.8)])
+    band, line = curves([(groups_[0], measured, Series([], []))], Style(groups_), "hop", **PERCENT)["data"]
+    assert line["x"] == [1, 2, 3, None, 7, 8]
+    assert line["y"] == [0.1, 0.2, 0.3, None, 0.7, 0.8]
+    assert line["customdata"][3] is None
+    assert band["x"] == [1, 2, 3, 3, 2, 1, None, 7, 8, 8, 7]
+    assert band["y"] == [0.11, 0.21, 0.31, 0.29, 0.19, 0.09, None, 0.71, 0.81, 0.79, 0.69]
+    rounds = curves([(groups_[0], measured, Series([], []))], Style(groups_), "round", **PERCENT)["data"]
+    assert rounds[1]["x"] == [1, 2, 3, 7, 8], "a measure every few rounds is one line"
+    hops, by_round = (class_map({hop: [0.5] for hop in (3, 30, 58)}, ["a"], unit) for unit in ("hop", "round"))
+    assert hops["layout"]["xaxis"]["type"] == "category", "an axis of numbers would have cells from hop to hop"
+    assert "dtick" not in by_round["layout"]["xaxis"], "58 rounds have no tick each"
+
+
 def test_the_page_shows_them(runs: Path) -> None:
     text = page(made(*sorted(runs.iterdir())))
     for title in ("Along the chain", "Consistency of successive models", "Forgetting F along", "Model drift"):
@@ -78,6 +100,13 @@ def test_seconds_to_a_target_are_sums_of_clients_training(runs: Path) -> None:
     best = max(reached)
     assert targets.seconds_to(one, best) == pytest.approx(sums[reached.index(best)])
     assert targets.seconds_to(one, 1.01) is None
+
+
+def test_long_runs_are_told_in_seconds_without_an_exponent() -> None:
+    rounds = [[{"accuracy": 0.5, "seconds_clients": seconds}] for seconds in (913.0, 2474.0)]
+    runs = [SimpleNamespace(rounds=own) for own in rounds]
+    assert targets._seconds(cast("Group", SimpleNamespace(started=runs)), 0.5) == "1,694 ± 1,104"
+    assert targets._seconds(cast("Group", SimpleNamespace(started=runs[:1])), 0.5) == "913"
 
 
 def test_the_number_of_teachers_stands_in_the_table(runs: Path) -> None:

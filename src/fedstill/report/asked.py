@@ -8,14 +8,13 @@ from typing import Any
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.fitting import FIT
 from fedstill.report.askers import asks_again, one_after_another, reading_queries, who_asked
-from fedstill.report.figures import COLOURS, DASHES, Figure, Style, faint, layout, named, plain, rounded
+from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import COUNTS
 from fedstill.report.markup import Html, choice, figure, grid, key, section, sentence
 from fedstill.report.runs import Run
 from fedstill.report.untaught import untaught
 
-PER_CENT = {"tickformat": ".0%"}
 QUERY_HEIGHT = 380
 MOST_CLIENTS = 20
 NOT_DOTTED = [d for d in DASHES if d != "dot"]
@@ -122,8 +121,8 @@ def _trade(groups: Sequence[Group], style: Style) -> Figure:
                 "marker": {"size": 13, "color": colour, "line": {"width": 1, "color": "white"}},
             }
         )
-    x = {"title": {"text": "gain on classes asked for"}, **PER_CENT}
-    y = {"title": {"text": "forgetting of own classes"}, **PER_CENT}
+    x = {"title": {"text": "gain on classes asked for"}, **PERCENT}
+    y = {"title": {"text": "forgetting of own classes"}, **PERCENT}
     return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT, hovermode="closest")}
 
 
@@ -167,7 +166,7 @@ def _client(run: Run, client: int) -> Figure:
         }
         for i, e in enumerate(stages)
     ]
-    axes = {"xaxis": {"type": "category"}, "yaxis": {**PER_CENT, "range": [0, 1]}}
+    axes = {"xaxis": {"type": "category"}, "yaxis": {**PERCENT, "range": [0, 1]}}
     return {"data": data, "layout": {**layout(**axes, height=QUERY_HEIGHT), "barmode": "group"}}
 
 
@@ -192,7 +191,7 @@ def _epochs(run: Run) -> Figure:
             data.append(
                 {**line, "name": f"{name} alone", "x": [1, len(scores)], "y": level, "line": dots, "showlegend": False}
             )
-    x, y = {"title": {"text": "epoch of both phases"}}, {**PER_CENT}
+    x, y = {"title": {"text": "epoch of both phases"}}, PERCENT
     return {"data": data, "layout": layout(xaxis=x, yaxis=y, height=QUERY_HEIGHT)}
 
 

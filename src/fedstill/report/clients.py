@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.report.data_split import NAMED
-from fedstill.report.figures import COLOURS, DASHES, PERCENT, Figure, Style, layout, named, plain, rounded, short
+from fedstill.report.figures import (
+    COLOURS,
+    DASHES,
+    PERCENT,
+    Figure,
+    Style,
+    flat_range,
+    layout,
+    named,
+    plain,
+    rounded,
+    short,
+)
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, folded, grid, html_table, section, sentence
 from fedstill.report.numbers import spread
@@ -171,7 +183,7 @@ def _course(group: Group, kind: str) -> Figure:
         name = plain(f"client {client}, {_network([group], client)}")
         data.append({"type": "scatter", "mode": "lines+markers", "name": name, "x": x, "y": y, "line": line})
     axis = {"title": {"text": "round (half-way: before learning from the others)"}, "rangemode": "tozero"}
-    return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT)}
+    return {"data": data, "layout": layout(xaxis=axis, yaxis=PERCENT | flat_range(data, PERCENT))}
 
 
 def _sent(groups: Sequence[Group]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fedstill.report.figures import HEIGHT, Figure, Style, faint, layout, named, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.measured import seconds
-from fedstill.report.numbers import spread
+from fedstill.report.numbers import spread, three_digits
 from fedstill.report.series import phases
 
 STRENGTHS = (1.0, 0.55, 0.25)
@@ -36,7 +36,7 @@ def seconds_by_measure(groups: Sequence[Group], style: Style) -> Figure:
             "y": [plain(n) for n in names],
             "x": [rounded(each.get(n, 0.0)) for n in names],
             "marker": {"color": style.colour(group)},
-            "hovertemplate": f"%{{y}}, {named(group)}: %{{x:.3g}} s<extra></extra>",
+            "hovertemplate": f"%{{y}}, {named(group)}: %{{x:,.3~r}} s<extra></extra>",
         }
         for group, each in zip(groups, by_group, strict=True)
     ]
@@ -70,12 +70,12 @@ def _bars(
             "name": name,
             "y": [named(g) for g in groups],
             "x": [rounded(v) for v in values],
-            "text": [f"{name} {v:.3g} {unit}" for v in values] if strength == 1 else None,
+            "text": [f"{name} {three_digits(v)} {unit}" for v in values] if strength == 1 else None,
             "textposition": "inside",
             "insidetextanchor": "start",
             "textangle": 0,
             "marker": {"color": [faint(style.colour(g), strength) for g in groups]},
-            "hovertemplate": f"%{{y}}: {name} %{{x:.4g}} {unit}<extra></extra>",
+            "hovertemplate": f"%{{y}}: {name} %{{x:,.4~r}} {unit}<extra></extra>",
         }
         for (name, values), strength in zip(parts.items(), STRENGTHS, strict=False)
     ]

@@ -22,6 +22,8 @@ FIRST = 200
 """How many clients a map shows where all are too many."""
 NAMED = 60
 """The most clients whose names stand on an axis."""
+MOST_TOLD = 40
+"""A map of more clients or classes than these is drawn without numbers; of distributions, of half as many clients."""
 BINS = 40
 """The most bars of a picture that counts clients."""
 
@@ -81,6 +83,7 @@ def class_by_client(split: Split, kind: str = "examples") -> Figure:
     Of more clients than a page can carry, the first. Source of the distributions: FedNTD, section 2.2 and figure 3.
     """
     each: Sequence[Sequence[float]] = split.drawn
+    most = MOST_TOLD if kind == KINDS[0] else MOST_TOLD // 2
     if kind != KINDS[0]:
         each = [_distribution(counts, kind) for counts in split.drawn]
     who = "%{customdata}" if split.clients else "client %{x}"
@@ -94,7 +97,7 @@ def class_by_client(split: Split, kind: str = "examples") -> Figure:
         "xgap": 1,
         "ygap": 1,
         "hoverongaps": False,
-        "texttemplate": "%{z}" if len(each) <= (40 if kind == KINDS[0] else 20) else "",
+        "texttemplate": "%{z}" if len(each) <= most and len(split.classes) <= MOST_TOLD else "",
         "hovertemplate": f"{who}, class %{{y}}: %{{z}} ({kind})<extra></extra>",
         "colorbar": {"title": {"text": kind}, "thickness": 12, "outlinewidth": 0},
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from fedstill.report.groups import Group
@@ -13,8 +14,9 @@ Figure = dict[str, Any]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
 DASHES = ("solid", "dash", "dot", "dashdot")
-PERCENT = {"tickformat": ".0%"}
-SHARE = {"tickformat": ".1f"}
+PERCENT = {"tickformat": ".3~%"}
+SHARE = {"tickformat": ".3~f"}
+"""Ticks of an axis of shares: as many digits as tell them apart, without zeros at the end."""
 DECIMALS = 5
 HEIGHT = 340
 MOST_IN_LEGEND = 4
@@ -52,17 +54,25 @@ def lines(groups: Sequence[Group], style: Style, key: str, reference: str = "", 
 
 
 def curves(by_group: Sequence[tuple[Group, Series, Series]], style: Style, unit: str, **axis: Any) -> Figure:
-    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted."""
+    """Lines over rounds or hops, named by ``unit``: of each group a series, and one to refer it to, drawn dotted.
+
+    Between hops that were measured and do not follow one another is a gap.
+    """
     data = []
     for group, series, other in by_group:
+        parts, others = (each.stretches if unit == "hop" else [each] for each in (series, other))
         if series.rounds:
-            data += [*_band(group, style, series), _mean(group, style, series.rounds, series, axis)]
+            data += [*_band(group, style, parts), _with_gaps(_mean(group, style, series.rounds, series, axis), parts)]
         if other.rounds:
-            data.append({**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)})
+            dotted = {**_mean(group, style, other.rounds, other, axis), **_dotted(group, style)}
+            data.append(_with_gaps(dotted, others))
     last = max((r for _, *both in by_group for series in both for r in series.rounds), default=0)
     named_so = {"title": {"text": unit}, "unifiedhovertitle": {"text": f"{unit} %{{x}}"}}
     rounds = {**named_so, "rangemode": "tozero", **whole_numbers(last + 1)}
-    return {"data": data, "layout": layout(xaxis=rounds, yaxis=axis, showlegend=len(by_group) <= MOST_IN_LEGEND)}
+    return {
+        "data": data,
+        "layout": layout(xaxis=rounds, yaxis=axis | flat_range(data, axis), showlegend=len(by_group) <= MOST_IN_LEGEND),
+    }
 
 
 def over_seconds(groups: Sequence[Group], style: Style) -> Figure:
@@ -80,7 +90,8 @@ def over(groups: Sequence[Group], style: Style, clock: Callable[[Group], Series]
             trace = _mean(group, style, [rounded(seconds[r]) for r in accuracy.rounds], accuracy, PERCENT)
             data.append({**trace, "customdata": accuracy.rounds, "hovertemplate": "%{y:.2%}, round %{customdata}"})
     axes = {"title": {"text": title}, "rangemode": "tozero", "hoverformat": ".1f"}
-    return {"data": data, "layout": layout(xaxis=axes, yaxis=PERCENT, showlegend=len(groups) <= MOST_IN_LEGEND)}
+    up = PERCENT | flat_range(data, PERCENT)
+    return {"data": data, "layout": layout(xaxis=axes, yaxis=up, showlegend=len(groups) <= MOST_IN_LEGEND)}
 
 
 def layout(**more: Any) -> dict[str, Any]:
@@ -95,21 +106,53 @@ def layout(**more: Any) -> dict[str, Any]:
     }
 
 
+def flat_range(data: Sequence[Figure], axis: Mapping[str, Any]) -> dict[str, Any]:
+    """A range around the value where there is but one, for Plotly takes one up and one down; else nothing."""
+    values = {y for trace in data for y in trace["y"] if y is not None}
+    share = axis.get("tickformat") in (PERCENT["tickformat"], SHARE["tickformat"])
+    if len(values) != 1 or (values == {0} and not share) or axis.get("type") == "log":
+        return {}
+    (value,) = values
+    room = 0.05 if share else 0.1 * abs(value)
+    low, high = value - room, value + room
+    inside = share and 0 <= value <= 1
+    return {"range": [max(0, low), min(1, high)] if inside else [low, high]}
+
+
 def rounded(value: float) -> float:
     """A number with as many digits as a figure shows."""
     return round(value, DECIMALS)
 
 
-def _band(group: Group, style: Style, series: Series) -> list[dict[str, Any]]:
-    if not series.has_band:
+def _with_gaps(line: Figure, parts: Sequence[Series]) -> Figure:
+    """A line that is not drawn from one part to the next."""
+    ends = list(accumulate(len(part.rounds) for part in parts[:-1]))
+    lone = any(len(part.rounds) == 1 for part in parts)
+    mode = "lines+markers" if lone and line["mode"] == "lines" else line["mode"]
+    return line | {"mode": mode} | {key: _cut(line[key], ends) for key in ("x", "y", "customdata")}
+
+
+def _cut(values: Sequence[Any], ends: Sequence[int]) -> list[Any]:
+    return [v for i, value in enumerate(values) for v in ([None, value] if i in ends else [value])]
+
+
+def _band(group: Group, style: Style, parts: Sequence[Series]) -> list[dict[str, Any]]:
+    if not any(part.has_band for part in parts):
         return []
-    high = [rounded(v.mean + v.std) for v in series.values]
-    low = [rounded(v.mean - v.std) for v in series.values]
     quiet = {"mode": "lines", "hoverinfo": "skip", "showlegend": False, "legendgroup": group.label}
     edge = {"width": 0, "color": style.colour(group)}
     fill = {"fill": "toself", "fillcolor": faint(style.colour(group), 0.16)}
-    outline = {"x": [*series.rounds, *reversed(series.rounds)], "y": [*high, *reversed(low)]}
+    ends = list(accumulate(2 * len(part.rounds) for part in parts[:-1]))
+    around = [round for part in parts for round in (*part.rounds, *reversed(part.rounds))]
+    levels = [rounded(v) for part in parts for v in _around(part)]
+    outline = {"x": _cut(around, ends), "y": _cut(levels, ends)}
     return [{"type": "scatter", **outline, "line": edge, **fill, **quiet}]
+
+
+def _around(series: Series) -> Iterator[float]:
+    """One standard deviation above a series, forwards, and one below it, back again."""
+    yield from (v.mean + v.std for v in series.values)
+    yield from (v.mean - v.std for v in reversed(series.values))
 
 
 def _mean(group: Group, style: Style, x: Sequence[float], series: Series, axis: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,11 +72,13 @@ def class_map(
         "hovertemplate": f"class %{{y}}, {unit} %{{x}}: %{{z:.1f}} %<extra></extra>",
     }
     about: dict[str, Any] = {} if rows else {"annotations": [absent_note(absent)]}
+    # on an axis of numbers a round takes the room up to the next one that was measured; hops are drawn side by side
+    shown = {"type": "category"} if unit == "hop" else whole_numbers(1 + max(columns, default=0))
     axes = layout(
         height=height_of(len(names)),
         showlegend=False,
         hovermode="closest",
-        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **whole_numbers(len(columns))},
+        xaxis={"title": {"text": unit}, "showgrid": False, "zeroline": False, **shown},
         yaxis=class_axis("class"),
     )
     return {"data": [trace] if rows else [], "layout": {**axes, **about}}

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedstill.report.figures import COLOURS, PERCENT, Figure, layout, plain, rounded
+from fedstill.report.figures import COLOURS, PERCENT, Figure, flat_range, layout, plain, rounded
 from fedstill.report.groups import Group, differing, group_labels, method_of
 from fedstill.report.markup import Html, figure, grid, section, sentence
 
@@ -117,7 +117,7 @@ def _drawn(
     values = sorted({x for points in series.values() for x, _ in points})
     axis = {"title": {"text": name}, "tickmode": "array", "tickvals": values, "ticktext": [f"{v:g}" for v in values]}
     log = {"type": "log"} if values[0] > 0 else {}
-    return {"data": data, "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT)}
+    return {"data": data, "layout": layout(xaxis={**axis, **log}, yaxis=PERCENT | flat_range(data, PERCENT))}
 
 
 def _dotted(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedstill.metrics.membership import GRID, RATES
-from fedstill.report.figures import MOST_IN_LEGEND, Figure, Style, layout, lines, named, rounded
+from fedstill.report.figures import MOST_IN_LEGEND, SHARE, Figure, Style, layout, lines, named, rounded
 from fedstill.report.groups import Group
 from fedstill.report.knowledge import measured
 from fedstill.report.markup import Html, choice, figure, grid, html_table, key, labelled, section, sentence
@@ -16,7 +16,6 @@ from fedstill.report.series import over_seeds
 ATTACKS = {"the loss": "loss", "the likelihood ratio": "likelihood_ratio"}
 SIDES = {"what the server sees": "seen", "before privacy": "raw", "the global model": "global"}
 HEAD = ("", "attack on", "by", "AUC [%]", *(f"found at {100 * rate:g} % false [%]" for rate in RATES))
-AREA = {"tickformat": ".2f"}
 LOWEST = 1e-3
 
 
@@ -33,7 +32,7 @@ def leaks(groups: Sequence[Group], style: Style) -> Html | None:
     figures = []
     if attacks:
         by_round = "What the server sees: area under the curve by round, all clients of a stage with one threshold."
-        drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **AREA) for k in attacks.values()]
+        drawn = [lines(groups, style, f"leakage/seen/{k}/auc", **SHARE) for k in attacks.values()]
         figures.append(figure(drawn, by_round, "Area under the curve by round", "attack"))
         curves = (
             "Members found against others taken for members, in the last measured round of the first seed; both "

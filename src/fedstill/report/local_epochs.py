@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedstill.report.figures import MOST_IN_LEGEND, PERCENT, Figure, Style, layout, named, rounded, whole_numbers
+from fedstill.report.figures import (
+    MOST_IN_LEGEND,
+    PERCENT,
+    Figure,
+    Style,
+    flat_range,
+    layout,
+    named,
+    rounded,
+    whole_numbers,
+)
 from fedstill.report.groups import Group
 from fedstill.report.markup import Html, figure, grid, key, section, sentence
 from fedstill.report.numbers import spread
@@ -85,7 +95,8 @@ def _drawn(visits: Sequence[Visit], style: Style, stage: str, side: str) -> Figu
                 "marker": {"size": 6, "color": colour},
             }
         )
-    axes = {"xaxis": {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}, "yaxis": PERCENT}
+    across = {"title": {"text": "local epoch"}, "zeroline": False, **whole_numbers(most)}
+    axes = {"xaxis": across, "yaxis": PERCENT | flat_range(data, PERCENT)}
     return {"data": data, "layout": layout(hovermode="closest", showlegend=len(data) <= MOST_IN_LEGEND, **axes)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,6 +146,16 @@ class Spread:
         """
         mean = f"{scale * self.mean:.{digits}f}"
         return mean if self.runs == 1 else f"{mean} ± {scale * self.std:.{digits}f}"
+
+
+def three_digits(value: float, *others: float) -> str:
+    """A number of any size with three digits that count, and other ones with as many decimals: never an exponent.
+
+    >>> three_digits(1693.2), three_digits(12.34), three_digits(0.034567), three_digits(0), three_digits(1693.2, 1103.7)
+    ('1,693', '12.3', '0.0346', '0', '1,693 ± 1,104')
+    """
+    decimals = max(0, 2 - math.floor(math.log10(abs(value)))) if value else 0
+    return " ± ".join(f"{v:,.{decimals}f}" for v in (value, *others))
 
 
 def spread(values: Sequence[float]) -> Spread | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedstill.metrics import tasks as over
 from fedstill.metrics.values import Values
-from fedstill.report.figures import COLOURS, PERCENT, Figure, Style, layout, lines, named, rounded
+from fedstill.report.figures import COLOURS, PERCENT, Figure, Style, flat_range, layout, lines, named, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import ACCURACY
 from fedstill.report.knowledge import measured
@@ -133,7 +133,8 @@ def task_curves(group: Group) -> Figure:
                 "hovertemplate": "%{y:.1%}",
             }
         )
-    axes = layout(xaxis={"title": {"text": "round"}, "rangemode": "tozero"}, yaxis=PERCENT)
+    up = PERCENT | flat_range(data, PERCENT)
+    axes = layout(xaxis={"title": {"text": "round"}, "rangemode": "tozero"}, yaxis=up)
     return {"data": data, "layout": {**axes, "shapes": changes(group)}}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from fedstill.report.groups import Group
 from fedstill.report.numbers import Spread, spread
@@ -22,6 +22,13 @@ class Series:
     def mean(self) -> list[float]:
         """The means."""
         return [v.mean for v in self.values]
+
+    @property
+    def stretches(self) -> list[Series]:
+        """The same in parts, in each of which numbers follow one another."""
+        starts = [i for i, (one, other) in enumerate(pairwise(self.rounds), 1) if other > one + 1]
+        parts = pairwise([0, *starts, len(self.rounds)])
+        return [Series(self.rounds[start:end], self.values[start:end]) for start, end in parts]
 
     @property
     def has_band(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedstill.report.figures import Style, over
 from fedstill.report.groups import Group
 from fedstill.report.markup import Cell, Html, figure, html_table, key, labelled, section, sentence
-from fedstill.report.numbers import spread
+from fedstill.report.numbers import spread, three_digits
 from fedstill.report.runs import Run
 from fedstill.report.series import over_seeds, trained
 from fedstill.report.summary import NONE
@@ -64,7 +64,7 @@ def _seconds(group: Group, goal: float) -> str:
     value = spread(times)
     if value is None:
         return NONE
-    text = f"{value.mean:.3g}" + (f" ± {value.std:.2g}" if value.runs > 1 else "")
+    text = three_digits(value.mean, *([value.std] if value.runs > 1 else []))
     return text if len(times) == len(group.started) else f"{text} ({len(times)} of {len(group.started)})"
 
 
