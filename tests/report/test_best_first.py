@@ -34,8 +34,7 @@ def test_lines_are_best_first_by_what_clients_have_of_it(three: list[Group]) -> 
     assert {g.label for g in ordered} == {"fedavg", "lg_fedavg", "ditto"}
     assert 'ranked by "for the clients"' in said_of_order(by)
     assert [line[0] for line in result_lines(three)[1]] == [g.label for g in ordered]
-    first = comparison_table(three).columns[0]
-    assert list(first.cells) == [g.label for g in ordered]
+    assert [row[0] for row in comparison_table(three).rows] == [g.label for g in ordered]
 
 
 def test_own_tests_count_before_the_mix_of_classes(three: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +49,7 @@ def test_own_tests_count_before_the_mix_of_classes(three: list[Group], monkeypat
     assert by is not None
     assert by.key == "own_test_accuracy"
     assert [g.label for g in ordered] == ["fedavg", "lg_fedavg", "ditto"]
-    assert comparison_table(three).columns[1].header == "own tests [%]"
+    assert comparison_table(three).head[1] == "own tests [%]"
 
 
 def test_where_there_is_one_model_lines_stay_as_asked_for(tmp_path: Path) -> None:

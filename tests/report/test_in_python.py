@@ -180,6 +180,7 @@ def test_a_result_whose_answer_is_each_clients_model_says_that_first(tmp_path: P
     compared = Comparison.of(result)
     assert compared.table()["personal_accuracy"].tolist() == [result.summary["personal_accuracy"]]
     assert "for the clients [%]" in repr(compared)
+    assert "time [s]" in repr(compared)
     unmeasured = replace(result, summary={**result.summary, "personal_accuracy": None, "personal_forgetting": None})
     assert "accuracy –, forgetting –" in repr(unmeasured)
     assert Strict(replace(unmeasured, history=[])._repr_html_()).cells == []

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from fedstill.cli.app import Settings, app
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedstill.experiment.explain import Cost
 
 DEAR = 0.25
@@ -45,15 +47,15 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
         (key, catalogue.value(value), origin, explained.about_key(settings, key))
         for key, value, origin in explained.resolved_values(settings)
     ]
-    screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
+    _explain_values(screen, rows)
     prepared = prepare(settings)
     screen.print()
     one_round = explained.arithmetic(prepared)
     screen.print(terminal.table(["what", "how much"], one_round.lines()))
     for line in explained.told_of_examples(prepared):
-        screen.print(f"data: {line}", soft_wrap=True)
+        terminal.tell(screen, f"data: {line}")
     for caution in cautions(prepared):
-        screen.print(caution, soft_wrap=True)
+        terminal.tell(screen, caution)
     _explain_measures(explained.costs(prepared, one_round), one_round.many)
     screen.print()
     networks = [(name, f"{size:,}", able) for name, size, able in explained.models(prepared)]
@@ -69,6 +71,21 @@ def explain(config: Path | None = None, *, set_: Settings = (), split: bool = Tr
     return 0
 
 
+def _explain_values(screen: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
+    """Every value, its origin and what it is: a row each, or in a narrow terminal what it is on a line of its own."""
+    from rich.padding import Padding
+
+    from fedstill.report import terminal
+
+    if screen.width >= terminal.SENTENCES:
+        screen.print(terminal.table(["key", "value", "origin", "what it is"], rows, words=4))
+        return
+    screen.print("key = value (origin)", style="bold")
+    for key, value, origin, what in rows:
+        screen.print(f"{key} = {value} ({origin})")
+        screen.print(Padding(what, (0, 0, 0, 4)))
+
+
 def _explain_measures(costs: Sequence[Cost], many: str) -> None:
     from fedstill.report import terminal
 
@@ -81,7 +98,7 @@ def _explain_measures(costs: Sequence[Cost], many: str) -> None:
         if cost.share is not None and cost.share > DEAR:
             more = "more than training itself" if cost.share > 1 else f"{100 * cost.share:.0f} % of what training costs"
             todo = "raise measure_every, or leave it out" if cost.rounds > 1 else "leave it out if you do not need it"
-            screen.print(f"warning: measure {cost.name} costs {more}; {todo}", soft_wrap=True)
+            terminal.tell(screen, f"warning: measure {cost.name} costs {more}; {todo}")
 
 
 def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
@@ -91,6 +108,6 @@ def _explain_queries(said: str, rows: Sequence[tuple[str, str, str]]) -> None:
     if rows:
         screen.print(terminal.table(["client", "asks for", "why"], rows, words=3))
     if said:
-        screen.print(said, soft_wrap=True)
+        terminal.tell(screen, said)
     if rows or said:
         screen.print()

@@ -44,7 +44,7 @@ def forgetting_command(
     screen = terminal.console(sentences=True)
     for matrix in read:
         for note in matrix.notes:
-            screen.print(f"{matrix.name}: {note}", soft_wrap=True)
+            terminal.tell(screen, f"{matrix.name}: {note}")
         if rows := definitions.matrix_rows(matrix):
             screen.print(terminal.table([matrix.name, *matrix.columns], rows))
         screen.print()
@@ -53,7 +53,7 @@ def forgetting_command(
     screen.print(terminal.table([heads[0], *heads[-2:], *heads[1 : 1 + numbers]], rows, words=3))
     for matrix in read:
         of = f" for {matrix.name}" if len(read) > 1 else ""
-        screen.print(f"\nBeside average_forgetting, Chaudhry's{of}:", soft_wrap=True)
+        terminal.tell(screen, f"\nBeside average_forgetting, Chaudhry's{of}:")
         for line in definitions.how_they_differ(matrix):
-            screen.print(f"  {line}", soft_wrap=True)
+            terminal.tell(screen, f"  {line}")
     return 0

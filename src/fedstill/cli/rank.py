@@ -206,7 +206,7 @@ def _print_tables(folders: Sequence[Path], shipped: bool) -> None:
     there = shipped_rows() if shipped else {}
     both = {name: [*there.get(name, ()), *own] for name, own in rows.items()}
     for one in every_standing(both, suites):
-        for part in shown_standings(one, screen.width):
+        for part in shown_standings(one):
             screen.print(part, soft_wrap=isinstance(part, str))
     for line in left_out:
         say(f"left out: {line}", 0)

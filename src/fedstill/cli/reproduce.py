@@ -75,7 +75,7 @@ def reproduce(
         screen.print(f"{folder} holds none of these runs; without --table they are done.")
     others = () if beside is None else in_folder(readable(beside), here=False)
     apart = row_differences.asked_for(paper_table, chosen, runs, against, beside, others, at)
-    for line in (*reproduced.paper_tables(paper_table, chosen, runs, changes, screen.width), *apart):
+    for line in (*reproduced.paper_tables(paper_table, chosen, runs, changes), *apart):
         screen.print(line)
     return code
 

@@ -171,7 +171,7 @@ def _show(result: Result, again: bool) -> int:
     screen = terminal.console()
     screen.print(terminal.table([s["method"], f"{s['dataset']}, seed {s['seed']}"], rows))
     if (s["forgetting"] or 0) < 0:
-        screen.print(BELOW_ZERO, soft_wrap=True)
+        terminal.tell(screen, BELOW_ZERO)
     if s.get("refusals"):
-        screen.print(f"warning: {s['refusals']}", soft_wrap=True)
+        terminal.tell(screen, f"warning: {s['refusals']}")
     return 0

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from fedstill.errors import ConfigError
 from fedstill.experiment.run_directory.frames import data_frame
@@ -28,6 +27,7 @@ from fedstill.files import named_path
 from fedstill.report import terminal
 from fedstill.report.groups import Group, groups
 from fedstill.report.numbers import COLUMNS, reported
+from fedstill.report.terminal import PlainTable
 
 if TYPE_CHECKING:
     import pandas
@@ -86,7 +86,7 @@ class Comparison:
         if not self.groups:
             return "<Comparison of 0 runs>"
         out = io.StringIO()
-        Console(file=out, width=WIDTH, highlight=False).print(terminal.comparison_table(self.groups))
+        Console(file=out, width=WIDTH, highlight=False, markup=False).print(terminal.comparison_table(self.groups))
         return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
     def _repr_html_(self) -> str:
@@ -126,7 +126,6 @@ def _of_group(group: Group) -> dict[str, Any]:
     return row
 
 
-def _as_html(table: Table) -> str:
+def _as_html(table: PlainTable) -> str:
     """A terminal's table as one of a notebook."""
-    columns = [[str(cell) for cell in column.cells] for column in table.columns]
-    return notebook_table([str(c.header) for c in table.columns], [list(row) for row in zip(*columns, strict=True)])
+    return notebook_table(list(table.head), [list(row) for row in table.rows])

@@ -26,7 +26,7 @@ from fedstill.report.ranking_files import (
     standing_lines,
 )
 from fedstill.report.standings import NOT_REPLAYED, RankedRow, Standings, row_of, standings
-from fedstill.report.terminal import table_in_parts
+from fedstill.report.terminal import table
 
 REPLAYED = "replayed.csv"
 """The file beside entries that says how near a replay of each came: suite, method, level, where it was done, and of
@@ -88,15 +88,14 @@ def every_standing(rows: Mapping[str, Sequence[RankedRow]], suites: Mapping[str,
     return out
 
 
-def shown_standings(one: Standings, width: int) -> Iterator[RenderableType]:
-    """A suite's tables in a terminal of some width."""
+def shown_standings(one: Standings) -> Iterator[RenderableType]:
+    """A suite's tables in a terminal."""
     yield Text(f"\n{one.suite.recipe.paper}", style="bold")
     yield Text(about(one))
     bare = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]
     head = standing_head(one)
-    yield from table_in_parts([head[1], head[0], *head[2:]], bare, width)
-    head, lines = cell_lines(one)
-    yield from table_in_parts(head, lines, width)
+    yield table([head[1], head[0], *head[2:]], bare)
+    yield table(*cell_lines(one))
     if groups := joined(one):
         yield Text("cannot be told apart by rank: " + "; ".join(groups))
     if one.missing:

@@ -17,7 +17,6 @@ from fedstill.report.numbers import COLUMNS, Spread, spread
 from fedstill.report.runs import Run, read_run
 from fedstill.report.summary import NONE
 from fedstill.report.terminal import table
-from fedstill.report.terminal import table_in_parts as parts
 from fedstill.report.untaught import untaught
 
 COLUMN_TITLES = {m.key: m.title for m in COLUMNS} | {
@@ -36,12 +35,9 @@ LAST_TEN = "mean_accuracy_last_10"
 
 
 def paper_tables(
-    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any], width: int
+    recipe: Recipe, cells: Sequence[tuple[str, str]], runs: Sequence[Variant], changes: Mapping[str, Any]
 ) -> Iterator[RenderableType]:
-    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a table for each column.
-
-    width: how many characters a line may have; a wider table comes in parts.
-    """
+    """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a table a column."""
     yield Text(recipe.paper, style="bold")
     if changes:
         said = ", ".join(f"{k} = {v}" for k, v in changes.items())
@@ -56,7 +52,7 @@ def paper_tables(
         yield Text(f"\n{column}", style="bold")
         rows, summaries = [r for r, c in cells if c == column], summaries_by_cell(runs)
         long = recipe.measures[0] == "accuracy" and any(s["rounds"] > 10 for own in summaries.values() for s in own)
-        yield from parts(_head(recipe, long), _rows(recipe, column, rows, summaries, long), width)
+        yield table(_head(recipe, long), _rows(recipe, column, rows, summaries, long))
         asked = any(m.startswith("query_") for m in recipe.measures)
         if said := untaught({row: runs_of_cell(row, column, runs) for row in rows if asked}):
             yield Text(said)

@@ -7,10 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import IO, cast
+from typing import IO, Literal, cast
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 from rich.text import Text
 
@@ -26,6 +28,9 @@ MOST_OF_NAME = 30
 
 GAP = 2
 """Columns between two columns of a table."""
+
+LEAST = 20
+"""Columns that a text has in a table at least; it is broken between words."""
 
 
 UNBROKEN, SENTENCES = 1000, 100
@@ -59,47 +64,81 @@ def console(sentences: bool = False) -> Console:
     return Console(highlight=False, markup=False, file=cast("IO[str]", _Trimmed()), width=width)
 
 
+def tell(screen: Console, text: str) -> None:
+    """Print a sentence: a terminal's lines are broken between words; in a file or a pipe it is one line."""
+    screen.print(text, soft_wrap=not screen.is_terminal)
+
+
 def percent(value: float | None) -> str:
     """A share as a percentage."""
     return "–" if value is None else f"{100 * value:.2f} %"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1, narrow: bool = False) -> Table:
-    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers.
+@dataclass(frozen=True)
+class PlainTable:
+    """A table in a terminal, in as many parts as its width needs: each begins with the first column.
 
-    narrow: heads are broken between words, however much room there is.
+    words: so many columns hold text, which is broken between words; the others hold numbers, which stay whole.
     """
-    heads = [max(map(len, column.split()), default=0) for column in columns]
-    widths = [max([heads[i], *(len(row[i]) for row in rows)]) for i in range(len(columns))]
-    out = Table(box=None, pad_edge=False, header_style="bold")
-    for i, column in enumerate(columns):
-        least = 0 if 0 < i < words else min(widths[i], 60)
-        out.add_column(
-            column,
-            justify="left" if i < words else "right",
-            overflow="fold",
-            min_width=least,
-            no_wrap=0 < widths[i] == least and " " not in column,  # else it is narrowed first, then widened too far
-            width=widths[i] if narrow else None,
-        )
-    for row in rows:
-        out.add_row(*row)
-    return out
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        whole = [max(cell_len(head), self._longest(i)) for i, head in enumerate(self.head)]
+        if sum(whole) + GAP * (len(whole) - 1) <= options.max_width:
+            yield self._part(list(range(len(whole))), whole)
+            return
+        needs = self._needs(options.max_width)
+        parts: list[list[int]] = [[0]]
+        for i in range(1, len(needs)):
+            if len(parts[-1]) > 1 and _together(needs, [*parts[-1], i]) > options.max_width:
+                parts.append([0])
+            parts[-1].append(i)
+        for part in parts:
+            yield self._part(part, self._filled(part, needs, whole, options.max_width))
+
+    def _longest(self, column: int) -> int:
+        return max((cell_len(row[column]) for row in self.rows), default=0)
+
+    def _needs(self, width: int) -> list[int]:
+        """The least width of each column, so that any of them has room beside the first."""
+        longest = list(map(self._longest, range(len(self.head))))
+        least = [min(n, LEAST) if 0 < i < self.words else n for i, n in enumerate(longest)]
+        needs = [max([n, *map(cell_len, head.split())]) for n, head in zip(least, self.head, strict=True)]
+        others = [min(n, width - GAP - min(needs[0], width // 2)) for n in needs[1:]]
+        return [min(needs[0], width - GAP - max(others, default=0)), *others]
+
+    def _filled(self, part: Sequence[int], needs: Sequence[int], whole: Sequence[int], width: int) -> list[int]:
+        """The widths of all columns: what a part's line has left goes to heads that it has room for, then to texts."""
+        widths = list(needs)
+        more = [a - b for a, b in zip(whole, needs, strict=True)]
+        for i in part:
+            if not 0 < i < self.words and more[i] <= width - _together(widths, part):
+                widths[i] = whole[i]
+        texts = sorted((i for i in part if 0 < i < self.words), key=more.__getitem__)
+        for left, i in zip(range(len(texts), 0, -1), texts, strict=True):
+            widths[i] += min(more[i], (width - _together(widths, part)) // left)
+        return widths
+
+    def _part(self, part: Sequence[int], widths: Sequence[int]) -> Table:
+        out = Table(box=None, pad_edge=False, header_style="bold")
+        for i in part:
+            side: Literal["left", "right"] = "left" if i < self.words else "right"
+            out.add_column(self.head[i], justify=side, overflow="fold", width=widths[i])
+        for row in self.rows:
+            out.add_row(*(row[i] for i in part))
+        return out
 
 
-def table_in_parts(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[Table]:
-    """A table whose first column holds text, in as many parts as ``width`` columns need; each begins with the first."""
-    needs = [max([*(len(word) for word in c.split()), *(len(row[i]) for row in rows)]) for i, c in enumerate(columns)]
-    if sum(max(n, len(c)) + GAP for n, c in zip(needs, columns, strict=True)) - GAP <= width:
-        yield table(columns, rows)
-        return
-    parts: list[list[int]] = [[0]]
-    for i in range(1, len(columns)):
-        if len(parts[-1]) > 1 and needs[0] + sum(needs[k] + GAP for k in (*parts[-1][1:], i)) > width:
-            parts.append([0])
-        parts[-1].append(i)
-    for part in parts:
-        yield table([columns[k] for k in part], [[row[k] for k in part] for row in rows], narrow=True)
+def _together(widths: Sequence[int], part: Sequence[int]) -> int:
+    return sum(widths[i] for i in part) + GAP * (len(part) - 1)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> PlainTable:
+    """A plain table; the first ``words`` columns hold text and are left-aligned, the others numbers."""
+    return PlainTable(columns, rows, words)
 
 
 def drawn_split(
@@ -144,7 +183,7 @@ def _classes(counts: Sequence[int]) -> str:
     return f"{there} class" if there == 1 else f"{there} classes"
 
 
-def comparison_table(compared: Sequence[Group]) -> Table:
+def comparison_table(compared: Sequence[Group]) -> PlainTable:
     """The table of a comparison: mean ± spread over seeds; best first where answers are each client's own."""
     asked = [m for m in COLUMNS if m.key.startswith("query_") and any(g.mean_spread(m.key) for g in compared)]
     usual = ("accuracy", "mean_accuracy_last_10", "best_accuracy", "forgetting")
@@ -160,13 +199,15 @@ def comparison_table(compared: Sequence[Group]) -> Table:
     rows = []
     for group in best_first(compared)[0]:
         spreads = [group.mean_spread(m.key) for m in shown]
-        cells = [v.text(m.scale, 1) if v else "–" for v, m in zip(spreads, shown, strict=True)]
+        cells = [
+            v.text(m.scale, 1 if m.unit == "%" else m.digits) if v else "–" for v, m in zip(spreads, shown, strict=True)
+        ]
         label = group.label if group.finished else f"{group.label}, unfinished"
         rows.append([label, *cells, group.counted])
     return table(["", *(f"{m.title} [{m.unit}]" for m in shown), "seeds"], rows)
 
 
-def leak_table(compared: Sequence[Group]) -> Table | None:
+def leak_table(compared: Sequence[Group]) -> PlainTable | None:
     """How well members are told from what clients sent, without intervals; None if it was not measured."""
     rows = [[group.label, *cells] for group, cells in leak_rows(compared, ends=False)]
     return table(HEAD, rows, words=3) if rows else None
