@@ -16,8 +16,12 @@ import toys
 from fedstill.data.sources import from_tensors
 from fedstill.errors import ConfigError
 from fedstill.experiment.running import runner
+from fedstill.report.figures import PERCENT, Style, curves, flat_range
+from fedstill.report.groups import groups
 from fedstill.report.markup import as_json
+from fedstill.report.numbers import Spread
 from fedstill.report.page import write_page
+from fedstill.report.series import Series
 
 NASTY = "<script>alert(1)</script>"
 
@@ -66,6 +70,26 @@ def test_lines_are_means_of_the_journals(finished: Path, tmp_path: Path) -> None
     assert line["y"] == pytest.approx(means, abs=1e-5)
 
 
+def test_ticks_of_shares_have_the_digits_that_tell_them_apart(finished: Path, tmp_path: Path) -> None:
+    axes = [axis for f in figures(page_of(finished, tmp_path)) for name, axis in f["layout"].items() if "axis" in name]
+    formats = {axis["tickformat"] for axis in axes if "tickformat" in axis}
+    assert formats == {".3~%", ".3~f"}, "12.5 %, and no zeros at the end of 15 %"
+
+
+def test_an_axis_of_one_value_stays_near_it() -> None:
+    for value, low, high in ((0.5, 0.45, 0.55), (0.98, 0.93, 1), (0, 0, 0.05), (-0.2, -0.25, -0.15)):
+        assert flat_range([{"y": [value, None]}, {"y": [value]}], PERCENT)["range"] == pytest.approx([low, high])
+    assert flat_range([{"y": [20.0]}], {})["range"] == pytest.approx([18, 22])
+    assert flat_range([{"y": [0.1, 0.2]}], PERCENT) == {}
+
+
+def test_one_measured_round_has_such_an_axis(finished: Path) -> None:
+    compared = groups([finished / "avg7"])
+    alone = [(compared[0], Series([2], [Spread(0.4, 0.0, 1)]), Series([], []))]
+    drawn = curves(alone, Style(compared), "round", **PERCENT)
+    assert drawn["layout"]["yaxis"]["range"] == pytest.approx([0.35, 0.45])
+
+
 def test_a_group_has_one_colour_everywhere(finished: Path, tmp_path: Path) -> None:
     colours: dict[str, set[str]] = {}
     for figure in figures(page_of(finished, tmp_path)):
@@ -93,6 +117,20 @@ def test_failures_are_told_with_their_reasons(finished: Path, tmp_path: Path) ->
     assert "finite" in failures
     alone = write_page([finished / "avg7"], tmp_path / "alone.html").read_text()
     assert "failures" not in sections(alone)
+
+
+def test_a_round_that_stopped_did_not_go_on(some_runs: Path, tmp_path: Path) -> None:
+    place = some_runs / "deeper" / "failing7"
+    assert "The rounds went on without them." in write_page([place], tmp_path / "all.html").read_text()
+    lines = events(place)
+    end = next(i for i, e in enumerate(lines) if e["event"] == "round" and e["round"] == 3)  # where one was refused
+    (place / "journal.jsonl").write_text("".join(json.dumps(e) + "\n" for e in lines[:end]))
+    (place / "summary.json").unlink()
+    both = write_page([place.parent], tmp_path / "both.html").read_text()
+    assert "The rounds that ended went on without them." in both
+    stopped = write_page([place], tmp_path / "stopped.html").read_text()
+    assert "whose numbers were refused." in stopped
+    assert "went on without them" not in stopped
 
 
 def test_unfinished_runs_are_labelled(some_runs: Path, tmp_path: Path) -> None:

@@ -52,6 +52,12 @@ def test_the_csv_has_all_digits(runs: Path, tmp_path: Path) -> None:
         assert line["accuracy, last [%] seeds"] == "3"
 
 
+def test_one_seed_has_no_spread(runs: Path, tmp_path: Path) -> None:
+    write_tables(groups([runs / "a_slow/seed1"]), tmp_path)
+    (line,) = read(tmp_path / "results.csv")
+    assert (line["accuracy, last [%] seeds"], line["accuracy, last [%] sd"]) == ("1", "")
+
+
 def test_differences_are_those_of_a_paired_test(runs: Path, tmp_path: Path) -> None:
     first, other = groups([runs])
     write_tables([first, other], tmp_path, against=other.label)
@@ -70,13 +76,19 @@ def test_the_page_folds_them_below_the_results(runs: Path) -> None:
     assert f"<summary>Differences to {compared[0].label}</summary>" in page(compared)
     alone = groups([runs / "a_slow/seed1", runs / "b_fast/seed1"])
     assert "Differences to" not in page(alone), "one seed has no interval"
+    other = compared[1].label
+    text = page(compared, against=other)
+    assert f"<summary>Differences to {other}</summary>" in text
+    assert f"{compared[0].label} − {other}" in text
 
 
 def test_the_commands_write_them(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["report", str(runs), "--out", str(tmp_path / "page.html"), "--tables", str(tmp_path / "tables")]
     assert call([*words, "--against", groups([runs])[1].label]) == 0
     assert str(tmp_path / "tables/differences.tex") in capsys.readouterr().out
-    assert call([*words, "--against", "fedxyz"]) == 2
+    (tmp_path / "page.html").unlink()
+    assert call([*words[:-2], "--against", "fedxyz"]) == 2
+    assert not (tmp_path / "page.html").exists()
     assert "there is no 'fedxyz' to compare with; choose one of" in capsys.readouterr().err
     (tmp_path / "small.toml").write_text(toys.SMALL)
     small = [
@@ -95,6 +107,9 @@ def test_the_commands_write_them(runs: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_latex_prints_what_it_would_read_as_a_command() -> None:
     assert r"50\% of a\_b \& c \#1 & $-1.0 \pm 0.5$ \\" in latex(["", "x"], [["50% of a_b & c #1", "-1.0 ± 0.5"]])
+    signed = latex(["", "difference", "interval"], [["a-b, lr=-1", "-0.50", "-1.25 to +0.25"], ["c", "–", "0.31"]])
+    assert r"a-b, lr=-1 & $-0.50$ & $-1.25$ to $+0.25$ \\" in signed
+    assert r"c & -- & 0.31 \\" in signed
 
 
 @pytest.mark.slow

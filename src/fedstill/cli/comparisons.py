@@ -117,7 +117,7 @@ def report(
         raise ConfigError("report: name at least one directory of runs")
     first = directories[0]
     first = first.with_name(first.name.removesuffix(SUFFIX))  # of a pack, the folder that it was made of
-    print(write_page(directories, out or first / "report.html"))
+    print(write_page(directories, out or first / "report.html", against))
     if tables is not None:
         print("\n".join(map(str, write_tables(groups(directories), tables, against))))
     if tensorboard is not None:
@@ -208,13 +208,13 @@ def _present(begun: Sequence[Path], folder: Path, *, show: bool) -> None:
     if show:
         screen.print(terminal.comparison_table(compared))
         if said := said_of_order(best_first(compared)[1]):
-            screen.print(said, soft_wrap=True)
+            terminal.tell(screen, said)
         if (leaks := terminal.leak_table(compared)) is not None:
             screen.print(leaks)
         if any(v < 0 for g in compared for v in g.values("forgetting")):
-            screen.print(BELOW_ZERO, soft_wrap=True)
+            terminal.tell(screen, BELOW_ZERO)
         if said := untaught({g.label: g.started for g in compared}):
             screen.print(said)
         for line in refused({g.label: g.started for g in compared}):
-            screen.print(f"warning: {line}", soft_wrap=True)
+            terminal.tell(screen, f"warning: {line}")
     screen.print(f"report: {write_files(begun, folder)}", soft_wrap=True)

@@ -30,6 +30,7 @@ from fedstill.report.local_epochs import epochs
 from fedstill.report.markup import Html, escape, facts
 from fedstill.report.over_tasks import over_tasks
 from fedstill.report.refused import refused
+from fedstill.report.table_files import group_named
 from fedstill.report.targets import targets
 from fedstill.report.told_data import data_section
 from fedstill.report.weights import personal, weight_changes
@@ -43,14 +44,15 @@ TROUBLE = (
 )
 
 
-def write_page(directories: Sequence[Path], out: Path) -> Path:
+def write_page(directories: Sequence[Path], out: Path, against: str = "") -> Path:
     """Write the report of the runs in (or below) some directories to the file ``out``.
 
-    Raises ConfigError if there is no run in a directory, or if ``out`` cannot be written, or is there and no page that
-    fedstill made; CorruptFile for a run that cannot be read.
+    against: the label of the group that differences are to; empty: the first.
+    Raises ConfigError if there is no run in a directory or no group of that label, or if ``out`` cannot be written, or
+    is there and no page that fedstill made; CorruptFile for a run that cannot be read.
     """
     refuse_other_kind(out, PAGE)
-    text = page(groups(directories))
+    text = page(groups(directories), against)
     if out.is_dir():
         raise ConfigError(f"{out} is a directory; name a file for the report, e.g. {out / 'report.html'}")
     try:
@@ -61,12 +63,12 @@ def write_page(directories: Sequence[Path], out: Path) -> Path:
     return out
 
 
-def page(compared: Sequence[Group]) -> str:
-    """The page as text."""
+def page(compared: Sequence[Group], against: str = "") -> str:
+    """The page as text; differences are to the group of the label ``against``, or to the first."""
     style = Style(compared)
     parts = [
         _head(compared),
-        sections.results_section(compared, style),
+        sections.results_section(compared, style, group_named(against, compared)),
         asked(compared, style),
         boundaries(compared, style),
         sections.over_rounds(compared, style),

@@ -53,8 +53,8 @@ OF_CLIENTS = (
 """What is drawn by round where clients have models of their own: key, sentence and title."""
 
 
-def results_section(groups: Sequence[Group], style: Style) -> Html:
-    """The table of measures."""
+def results_section(groups: Sequence[Group], style: Style, base: Group) -> Html:
+    """The table of measures, and the differences to one of the groups."""
     ordered, by = best_first(groups)
     lines = rows(ordered)
     shown = columns(lines)
@@ -72,15 +72,14 @@ def results_section(groups: Sequence[Group], style: Style) -> Html:
         sentence(says),
         html_table(head, body, "numbers wide"),
         Html(f'<p class="legend" style="margin-top:10px">{escape(legend)}</p>'),
-        _apart(groups),
+        _apart(groups, base),
         name="results",
     )
 
 
-def _apart(groups: Sequence[Group]) -> Html | None:
-    """Differences to the first group, folded; None where no two groups share two seeds."""
-    base = groups[0]
-    if not any(len({*g.seeds} & {*base.seeds}) > 1 for g in groups[1:]):
+def _apart(groups: Sequence[Group], base: Group) -> Html | None:
+    """Differences to a group, folded; None where no other one shares two seeds with it."""
+    if not any(len({*g.seeds} & {*base.seeds}) > 1 for g in groups if g is not base):
         return None
     says = (
         f"How far each line is from {base.label}, paired by seed, with the 95 % interval of the mean and p of the "
@@ -204,7 +203,10 @@ def failures(groups: Sequence[Group], style: Style) -> Html | None:
             lines.append([labelled(group, style), more, str(rest), NONE, NONE])
     if not lines:
         return None
-    says = "Replies of clients that failed, or whose numbers were refused. The rounds went on without them."
+    ended = {e["round"] <= len(r.rounds) for g in groups for r in g.runs for e in r.clients if "refused" in e}
+    says = "Replies of clients that failed, or whose numbers were refused."
+    if True in ended:
+        says += f" The rounds{' that ended' if False in ended else ''} went on without them."
     head: list[Cell] = ["", "reason", "times", "clients", "rounds"]
     return section("Failures", sentence(says), html_table(head, lines, "wide"), name="failures")
 

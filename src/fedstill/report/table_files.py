@@ -20,6 +20,9 @@ from fedstill.written_over import OF_TABLES, refuse_other_kind
 IN_LATEX = {"\\": r"\textbackslash{}", **{c: f"\\{c}" for c in "&%$#_{}"}, "~": r"\textasciitilde{}", "^": r"\^{}"}
 """What LaTeX reads as a command, and what it prints as the sign."""
 
+NUMBER = r"[-+]?[\d.]+"
+"""A number in a cell, whose sign LaTeX prints as such in mathematics alone."""
+
 DIFFERENCE = ("difference", "low", "high", "p", "seeds")
 """What is said of a difference: mean, ends of its 95 % interval, p of the paired t test, how many seeds both have."""
 
@@ -30,7 +33,7 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     against: the label of the group that all others are compared with; empty: the first. Raises ConfigError if there is
     none of that label, and before anything is written over a file of these names that is no such table.
     """
-    base = _base(compared, against)
+    base = group_named(against, compared)
     head, lines = result_lines(compared)
     apart = list(differences(compared, base))
     texts = {
@@ -49,12 +52,13 @@ def write_tables(compared: Sequence[Group], folder: Path, against: str = "") -> 
     return [folder / name for name in texts]
 
 
-def _base(compared: Sequence[Group], against: str) -> Group:
-    if against and against not in {g.label for g in compared}:
+def group_named(label: str, compared: Sequence[Group]) -> Group:
+    """The group of a label, the first where it is empty; raises ConfigError if there is none."""
+    if label and label not in {g.label for g in compared}:
         raise ConfigError(
-            f"there is no {against!r} to compare with; choose one of {', '.join(g.label for g in compared)}"
+            f"there is no {label!r} to compare with; choose one of {', '.join(g.label for g in compared)}"
         )
-    return next(g for g in compared if g.label == (against or compared[0].label))
+    return next(g for g in compared if g.label == (label or compared[0].label))
 
 
 def result_lines(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
@@ -101,7 +105,10 @@ def difference_lines(lines: Sequence[Sequence[str]]) -> tuple[list[str], list[li
 
 
 def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """The results with a column for each number: means, standard deviations and how many seeds have it, all digits."""
+    """The results with a column for each number: means, standard deviations and how many seeds have it, all digits.
+
+    A single seed has no standard deviation: its cell is empty.
+    """
     lines = rows(best_first(compared)[0])
     shown = columns(lines)
     head = ["label", "note", *(f"{m.title} [{m.unit}] {what}" for m in shown for what in ("mean", "sd", "seeds"))]
@@ -110,7 +117,8 @@ def _wide(compared: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
         cells = [row.label, row.note]
         for m in shown:
             value = row.values[m.key]
-            cells += [repr(m.scale * value.mean), repr(m.scale * value.std), str(value.runs)] if value else [""] * 3
+            sd = repr(m.scale * value.std) if value and value.runs > 1 else ""
+            cells += [repr(m.scale * value.mean), sd, str(value.runs)] if value else [""] * 3
         out.append(cells)
     return head, out
 
@@ -163,7 +171,9 @@ def latex(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _in_latex(cell: str) -> str:
-    if re.fullmatch(r"[-+]?[\d.]+ ± [\d.]+", cell):
+    if re.fullmatch(rf"{NUMBER} ± {NUMBER}", cell):
         return cell.replace("±", r"\pm").join("$$")
+    if re.fullmatch(rf"{NUMBER}( to {NUMBER})?", cell):
+        return re.sub(r"[-+][\d.]+", r"$\g<0>$", cell)
     text = "".join(IN_LATEX.get(c, c) for c in cell)
     return text.replace("±", r"$\pm$").replace("−", "$-$").replace("–", "--")
