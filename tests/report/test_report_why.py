@@ -93,9 +93,28 @@ def test_the_sentence_names_those_above_their_error_and_the_hint_fits_the_larger
         "client 2 -30.0 contributed most."
     )
     assert "contributed most" in sentence_of(run, told({}, change=0.1))
+    still = sentence_of(run, told({"local training": -0.1, "averaging": 0.1}, change=0.0))
+    assert still == f"Class {name!r} stayed at 80.0 % in round 3: local training -10.0, averaging +10.0."
     assert hint_of(told({"local training": -0.4, "averaging": -0.1})).startswith("Local training took more")
     assert hint_of(told({"local training": 0.1, "averaging": -0.6})).startswith("Averaging took more")
     assert "0.20 times the class's usual share" in hint_of(told({"local training": -0.5, "averaging": 0.0}, drawn=0.2))
     assert "links act in this order" in hint_of(told({"client 3": -0.5}))
     assert hint_of(told({}, change=0.2)) == ""
     assert points(-0.0004) == "0.0"
+
+
+def test_where_no_class_fell_it_says_so_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = {"name": "digits", "train_size": 100, "test_size": 60}
+    fedstill.run(toys.toy(rounds=2, measure=(), plan={"lr": 1e-9}, data=data), tmp_path / "calm")
+    capsys.readouterr()
+    assert call(["why", str(tmp_path / "calm")]) == 0
+    shown = capsys.readouterr()
+    first, second = shown.out.splitlines()[:2]
+    assert first == "No class fell in any round after the first."
+    assert "stayed at" in second
+    assert "contributed most" not in shown.out
+    assert "going through round 2 again" in shown.err
+    assert call(["why", str(tmp_path / "calm"), "--class", "0", "--round", "1"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Class '0' did not fall in round 1.")
+    assert "going through round 1 again" in shown.err

@@ -78,6 +78,7 @@ def why_command(
         return _draws(directory, moment, draws, quiet)
     every = [moment] if worst == 1 else all_falls(journals.read_journal(directory / "journal.jsonl"))
     chosen = [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]
+    _say_if_none_fell(directory, moment, of, round_)
     for one in chosen:
         _tell(directory, one, exact, game, quiet)
     if open_:
@@ -87,6 +88,14 @@ def why_command(
 
 def _said(options: Mapping[str, int | None]) -> str:
     return " and ".join(option for option, value in options.items() if value)
+
+
+def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: int | None) -> None:
+    from fedstill.report import terminal, why_said
+    from fedstill.report.runs import read_run
+
+    if said := why_said.none_fell(read_run(directory), deepest, of, round):
+        terminal.tell(terminal.console(sentences=True), said)
 
 
 def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:
@@ -106,14 +115,14 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
         told = told_of(moment, looks)
     screen, run = terminal.console(sentences=True), read_run(directory)
     if told is None:
-        screen.print(f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}.", soft_wrap=True)
+        terminal.tell(screen, f"In round {moment.round} nothing is known of class {run.classes[moment.of]!r}.")
         return
-    screen.print(why_said.sentence_of(run, told), soft_wrap=True)
+    terminal.tell(screen, why_said.sentence_of(run, told))
     if told.clients:
         screen.print(terminal.table(*why_said.lines_of(run, told)))
-        screen.print(why_said.how_of(told), soft_wrap=True)
+        terminal.tell(screen, why_said.how_of(told))
     if hint := why_said.hint_of(told):
-        screen.print(hint, soft_wrap=True)
+        terminal.tell(screen, hint)
     if taken := [c for c in sorted(told.clients, key=lambda c: told.clients[c]) if told.clients[c] < 0]:
         command = f"fedstill why {in_shell(directory)} --class {moment.of} --without {taken[0]} --from {moment.round}"
         screen.print(f"What would have been without {why_said.who(run, taken[0])}: {command}", soft_wrap=True)
@@ -140,16 +149,16 @@ def _without(directory: Path, moment: Moment, client: int, first: int, count: in
             rows.append((str(round), *cells))
     said = f"in round {first} alone" if once else f"from round {first} on"
     screen = terminal.console(sentences=True)
-    screen.print(
+    terminal.tell(
+        screen,
         f"Class {run.classes[moment.of]!r} without {why_said.who(run, client)} {said}; all else as it was, the clients "
         "of each round as drawn.",
-        soft_wrap=True,
     )
     screen.print(terminal.table(["round", "as it was", "without", "difference [points]"], rows))
-    screen.print(
+    terminal.tell(
+        screen,
         "This is what leaving the client out would have done, which is another question than its contribution to a "
         "round: both are shown, neither is the other.",
-        soft_wrap=True,
     )
     return 0
 
@@ -167,7 +176,7 @@ def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
     kept, run = taken_up(directory, moment.round), read_run(directory)
     cohorts = round_of_others(kept, moment.round, count, _progress(kept, moment.round, quiet), done)
     screen = terminal.console(sentences=True)
-    screen.print(why_said.draws_of(run, moment, cohorts), soft_wrap=True)
+    terminal.tell(screen, why_said.draws_of(run, moment, cohorts))
     screen.print(terminal.table(*why_said.lines_of_draws(run, moment, cohorts)))
     return 0
 
@@ -192,9 +201,9 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
 
     taught = taught_by_peers(kept, client, round, _progress(kept, round, quiet), exchanges)
     screen = terminal.console(sentences=True)
-    screen.print(why_said.lesson_of(run, taught), soft_wrap=True)
+    terminal.tell(screen, why_said.lesson_of(run, taught))
     screen.print(terminal.table(*why_said.lines_of_lesson(run, taught)))
-    screen.print(why_said.how_taught(taught), soft_wrap=True)
+    terminal.tell(screen, why_said.how_taught(taught))
     return 0
 
 
@@ -213,7 +222,8 @@ def _progress(kept: TakenUp, last: int, quiet: bool) -> OnAgain:
             return
         if round == kept.start:
             where = f"from the checkpoint before round {round}" if kept.restored is not None else "from round 1"
-            say(f"going through rounds {round} to {last} again, {where}: about {total:.0f} s, as they took then", 0)
+            rounds = f"rounds {round} to {last}" if round < last else f"round {round}"
+            say(f"going through {rounds} again, {where}: about {total:.0f} s, as then", 0)
         elif time.monotonic() - said[0] > 5:
             said[0] = time.monotonic()
             say(f"round {round} of {last}", 0)

@@ -50,13 +50,25 @@ def points(value: float) -> str:
 def sentence_of(run: Run, told: Told) -> str:
     """What happened, and who contributed most of it."""
     moment = told.moment
-    verb = "fell" if moment.change < 0 else "rose" if moment.change > 0 else "stayed"
+    ends = f"from {100 * moment.before:.1f} % to {100 * moment.after:.1f} %"
+    moved = f"fell {ends}" if moment.change < 0 else f"rose {ends}"
+    if moment.change == 0:
+        moved = f"stayed at {100 * moment.after:.1f} %"
     what = (
-        f"Class {run.classes[moment.of]!r}{_of_task(run, moment)} {verb} from {100 * moment.before:.1f} % to "
-        f"{100 * moment.after:.1f} % in round {moment.round}{_in_task(run, moment)}"
+        f"Class {run.classes[moment.of]!r}{_of_task(run, moment)} {moved} in round {moment.round}"
+        f"{_in_task(run, moment)}"
     )
     parts = ", ".join(f"{name} {points(value)}" for name, value in told.parts.items())
     return f"{what}: {parts}{_most(run, told)}."
+
+
+def none_fell(run: Run, deepest: Moment, of: int | None, round: int | None) -> str:
+    """That nothing fell, where the deepest fall of all classes and rounds, or those asked for, is none; else empty."""
+    if deepest.change < 0:
+        return ""
+    said = "No class fell" if of is None else f"Class {run.classes[of]!r} did not fall"
+    one = round is not None or deepest.round == 1  # which comes last, so there is no other
+    return f"{said} in {f'round {deepest.round}' if one else 'any round after the first'}."
 
 
 def _of_task(run: Run, moment: Moment) -> str:
@@ -75,7 +87,7 @@ def _in_task(run: Run, moment: Moment) -> str:
 
 
 def _most(run: Run, told: Told) -> str:
-    if not told.clients:
+    if not told.clients or told.moment.change == 0:
         return ""
     falling = told.moment.change < 0
     ordered = culprits(told.clients, max(told.error, 0.005))
