@@ -76,7 +76,7 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
         ({"classes": {"0": [-1]}}, "query.classes"),
         ({"classes": {"0": "1"}}, "query.classes"),
         ({"classes": 3}, "query.classes = 3"),
-        ({"classes": {"0": [1]}, "draw": "single"}, "written and drawn"),
+        ({"classes": {"0": [1]}, "draw": "single"}, "leave one out"),
         ({"fewer_than": 0}, "query.fewer_than = 0"),
         ({"kind": "single"}, "unknown key 'query.kind'"),
         ({"draw": "all", "by": ["luck"]}, "query.by = 'luck'"),
@@ -95,7 +95,7 @@ def test_written_queries_are_kept_sorted_and_once() -> None:
         ({"again": "mixed"}, "query.again: nobody asks"),
         ({"draw": "all", "again": "yes"}, "query.again = 'yes'"),
         ({"draw": "all", "again": "mixed"}, "in rounds = 1 clients ask once; set rounds"),
-        ({"draw": "all", "data_at_first": 0.5}, "query.data_at_first is how much data"),
+        ({"draw": "all", "data_at_first": 0.5}, "query.data_at_first applies only where"),
     ],
 )
 def test_a_query_table_that_is_wrong_is_one_line(query: dict[str, object], said: str) -> None:

@@ -111,7 +111,7 @@ def unused_words(tokens: Sequence[str]) -> str:
     """The same where the command had no use for some words, whatever they look like; also of options to repeat.
 
     >>> unused_words(["run", "my.toml", "plan.lr=0.1"])
-    "to override a value of the config, write -s before it: -s plan.lr=0.1"
+    'to override a value of the config, write -s before it: -s plan.lr=0.1'
     """
     alone = next((words for option, words in _values(tokens) if not option), [])
     if settings := [f"-s {word}" for word in alone if "=" in word]:

@@ -28,7 +28,7 @@ from fedstill.experiment.ranking.carried_out import Ended
 from fedstill.experiment.ranking.choices import Choice, read_choice
 from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
-from fedstill.experiment.run_directory.journal import without_times
+from fedstill.experiment.run_directory.journal import CONFIG_SEAL, without_times
 from fedstill.experiment.run_directory.split_file import SPLIT
 from fedstill.experiment.running.provenance import processor, software
 from fedstill.files import digest, make_folder, write_whole
@@ -186,7 +186,7 @@ def portable(config: str) -> str:
 
 def bare(event: Mapping[str, Any]) -> dict[str, Any]:
     """An event or a summary without times other than the processor's."""
-    return {**without_times(event), **({CPU: event[CPU]} if CPU in event else {})}
+    return {**without_times(event), **{key: event[key] for key in (CPU, CONFIG_SEAL) if key in event}}
 
 
 def read_entry(folder: Path) -> Entered:

@@ -146,7 +146,7 @@ def _warn(path: Path, line: int, client: str, left_out: tuple[str, ...]) -> None
 
 
 def without_times(value: Any) -> Any:
-    """An event without its times: what must be the same bits after a resume."""
+    """An event without its times and its config's seal: what has the same bits after a resume, and by every engine."""
     if isinstance(value, Mapping):
-        return {k: without_times(v) for k, v in value.items() if not str(k).startswith("seconds")}
+        return {k: without_times(v) for k, v in value.items() if not str(k).startswith("seconds") and k != CONFIG_SEAL}
     return [without_times(v) for v in value] if isinstance(value, list) else value
