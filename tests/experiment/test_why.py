@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedstill
 import toys
@@ -214,6 +215,10 @@ def test_over_tasks_it_says_which_task_and_what_clients_have_in_it(
         own = [kept.sites.counts(c, look["round"]).tolist() for c in look["clients"]]
         assert look["had"] == own
         assert all(sum(row[5:] if task == 1 else row[:5]) == 0 for row in own)
+        every = torch.stack([kept.sites.counts(c, look["round"]) for c in range(6)]).sum(0).double()
+        acted = torch.tensor(own).sum(0).double()
+        usual = (acted / acted.sum() / (every / every.sum())).tolist()
+        assert look["drawn"] == pytest.approx([None if u != u else u for u in usual], abs=1e-6)
     falls = [e for e in all_falls(events(tmp_path / "run")) if e.round == 4 and e.of < 5 and e.change < -0.05]
     assert falls, "the first task is forgotten when the second begins"
     assert call(["why", str(tmp_path / "run"), "--class", str(falls[0].of), "--round", "4", "-q"]) == 0

@@ -56,6 +56,16 @@ class SiteViews:
 
     def counts(self, client: int, round: int | None = None) -> Tensor:
         """Label counts (C,) of a client's own data, held-out ones included: of what it has in a round, or of all."""
+        return self._counts(self.train.labels[self._had(client, round)])
+
+    def all_counts(self, round: int | None = None) -> Tensor:
+        """The label counts (clients, C) of all clients, as ``counts``; (0, C) where the sites keep them."""
+        parts = self.parts if isinstance(self.parts, Sequence) else ()
+        if round is not None and (self.tasks is not None or self.arrival is not None):
+            parts = [self._had(client, round) for client in range(len(parts))]
+        return counts_table(self.train.labels, parts, self.classes)
+
+    def _had(self, client: int, round: int | None) -> Tensor:
         part = self.parts[client]
         if round is not None and self.tasks is not None:
             some = [self.tasks.of_task(part, task) for task in self.tasks.had(client, round)]
@@ -63,11 +73,7 @@ class SiteViews:
         if round is not None and self.arrival is not None:
             turns = self.arrival.turns(client, self.train.labels[part])
             part = part[self.arrival.there(turns, torch.arange(len(part)), round)]
-        return self._counts(self.train.labels[part])
-
-    def all_counts(self) -> Tensor:
-        """The label counts (clients, C) of all clients in one table; (0, C) where the sites keep them."""
-        return counts_table(self.train.labels, self.parts if isinstance(self.parts, Sequence) else (), self.classes)
+        return part
 
     def smaller_than(self, size: int) -> int | None:
         """The first client that has fewer examples than this; None if there is none."""

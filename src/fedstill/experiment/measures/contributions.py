@@ -210,15 +210,15 @@ def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals:
 
 
 def _shares_of_data(seen: Happened, room: Room) -> dict[str, Any]:
-    """Each class's share of the acting clients' data over its share of all clients' data, where they are here.
+    """Each class's share of the acting clients' data in the round over its share of all clients', where these are here.
 
     Of a run with tasks also which task each of them is in, from 1, and what it has of each class in it, (m, C).
     """
     sites = room.sites
-    if not isinstance(sites, SiteViews) or not len(every := sites.all_counts()):
+    if not isinstance(sites, SiteViews) or not len(every := sites.all_counts(seen.stage.round)):
         return {}
     stream, clients = room.world.stream, [r.client for r in seen.replies]
-    had = torch.stack([sites.counts(c, seen.stage.round) for c in clients])
+    had = every[clients]
     acted, overall = had.sum(0).double(), every.sum(0).double()
     ratio = (acted / acted.sum().clamp(min=1)) / (overall / overall.sum().clamp(min=1))
     tasks = {"tasks": [stream.task(seen.stage.round, c) + 1 for c in clients], "had": had.tolist()}

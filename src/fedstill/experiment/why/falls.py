@@ -110,9 +110,9 @@ class Told:
 
     ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on the examples that
     were looked at. ``clients``: each client's contribution in soft accuracy, with what it may be off by (``error``).
-    ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the round's
-    data over its share of all; None where that is not known. ``had``: in a run with tasks, the task that each client
-    was in, its examples of the class in it, and all of them.
+    ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the data of
+    the round's clients over its share of what all clients have then; None where that is not known. ``had``: in a run
+    with tasks, the task that each client was in, its examples of the class in it, and all of them.
     """
 
     moment: Moment
