@@ -42,7 +42,8 @@ def why_command(
 
     Without the measure contributions in the journal, the rounds since the nearest checkpoint are gone through again;
     keep_checkpoints_every in the config makes that short. Where a method's fold is not a sum, contributions are
-    computed from the two end points instead of along a path; the answer says so.
+    computed from the two end points instead of along a path; the answer says so. What was found out is kept for the
+    next time and for the report, but not what --exact and --game answer: they change no other answer.
 
     Args:
         directory: The run's directory.
@@ -111,7 +112,8 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
         kept = taken_up(directory, moment.round)
         measure = Contributions(game, exact, sorted({moment.of, *known}))
         looks = looked_at(kept, moment.round, measure, _progress(kept, moment.round, quiet))
-        add_looks(directory, looks)
+        if not (exact or game):
+            add_looks(directory, looks)
         told = told_of(moment, looks)
     screen, run = terminal.console(sentences=True), read_run(directory)
     if told is None:
