@@ -16,7 +16,16 @@ from fedstill.cli import call
 from fedstill.errors import ConfigError, CorruptFile
 from fedstill.experiment.measures.contributions import Contributions
 from fedstill.experiment.why.again import Without, accuracies, looked_at, taken_up
-from fedstill.experiment.why.falls import BESIDE, Moment, add_looks, all_falls, looks_of, the_moment, told_of
+from fedstill.experiment.why.falls import (
+    BESIDE,
+    Moment,
+    add_looks,
+    all_falls,
+    looks_of,
+    of_one_model,
+    the_moment,
+    told_of,
+)
 from fedstill.records import Stage
 
 CONFIG = """
@@ -136,6 +145,30 @@ def test_what_is_told_sums_over_stages() -> None:
     }
     assert told_of(moment, [look]) is None, "nobody was asked about class 1"
     assert told_of(Moment(5, 1, 0.9, 0.4), links) is None
+
+
+def test_beside_a_global_model_clients_own_models_are_no_part_of_its_change(tmp_path: Path) -> None:
+    asked = toys.toy("ditto", **{**toys.suited("ditto"), "measure": ("contributions",)})
+    fedstill.run(asked, tmp_path / "run", data=toys.blobs())
+    looks = looks_of(tmp_path / "run")
+    assert {(look["name"], look["model"]) for look in looks} == {("personal", "own"), ("train", "global")}
+    for look in of_one_model(looks):
+        assert look["name"] == "train"
+        assert look["classes"]
+        for c in look["classes"]:
+            told = told_of(Moment(look["round"], c, 0.0, 0.0), looks)
+            assert told is not None
+            assert dict(told.parts) == {name: change[c] for name, change in look["parts"].items()}
+
+
+def test_without_a_global_model_the_stages_of_the_same_clients_are_told() -> None:
+    looks: list[dict[str, Any]] = [
+        {"round": 2, "stage": s, "model": "own", "clients": clients, "parts": {name: [0.25]}}
+        for s, (name, clients) in enumerate({"head": [0, 3], "train": [0, 3], "finetune": [0, 1, 2, 3]}.items())
+    ]
+    told = told_of(Moment(2, 0, 0.0, 0.5), looks)
+    assert told is not None
+    assert dict(told.parts) == {"head": 0.25, "train": 0.25}
 
 
 def test_the_command_answers_in_a_sentence_a_table_and_a_hint(

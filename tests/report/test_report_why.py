@@ -70,6 +70,23 @@ def test_a_chain_has_a_column_for_each_link(runs: Path) -> None:
     assert variants[1]["data"][0]["x"] == [f"client {c}" for c in acted]
 
 
+def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(tmp_path: Path) -> None:
+    often: dict[str, Any] = {"rounds": 4, "measure": ("contributions",), "measure_every": 1}
+    asked = toys.toy("ditto", **{**toys.suited("ditto"), **often, "plan": {"epochs": 3, "lr": 0.3}})
+    fedstill.run(asked, tmp_path / "ditto", data=toys.blobs())
+    compared = groups([tmp_path / "ditto"])
+    falls = [
+        (e["round"], c, before, after)
+        for e in compared[0].started[0].measures
+        if e["name"] == "train" and e["round"] > 1
+        for c, (before, after) in enumerate(zip(e["before"], e["after"], strict=True))
+        if after < before
+    ]
+    assert falls
+    moments = contributors._moments(compared[0].started[0])
+    assert [(m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))] == falls
+
+
 def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:
     fedstill.run(
         toys.toy(rounds=3, measure=(), data={"name": "digits", "train_size": 100, "test_size": 60}), tmp_path / "a"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedstill.experiment.why.falls import Moment, Told, told_of
+from fedstill.experiment.why.falls import Moment, Told, of_one_model, told_of
 from fedstill.report.figures import PERCENT, Figure, Style, layout, plain, rounded
 from fedstill.report.groups import Group
 from fedstill.report.heatmaps import absent_note, class_axis, class_names, height_of
@@ -39,7 +39,7 @@ def contributors(groups: Sequence[Group], style: Style) -> Html | None:
     measured = [g for g in groups if any(True for _ in looks(g, "contributions"))]
     if not measured:
         return None
-    seen = sorted({round for g in measured for round in _by_round(g.started[0])})
+    seen = sorted({round for g in measured for round in _by_round(_looks(g.started[0]))})
     maps = [
         figure([_map(g, round) for round in seen], f"{g.label}: {MAP}", labelled(g, style), "contributors")
         for g in measured
@@ -67,19 +67,23 @@ def contributors(groups: Sequence[Group], style: Style) -> Html | None:
     return section("Who made the model forget", *parts, name="why")
 
 
-def _by_round(run: Run) -> dict[int, list[dict[str, Any]]]:
-    """The looks of a run by round, in the order of their stages."""
+def _looks(run: Run) -> list[dict[str, Any]]:
+    """The looks of a run in the order of their rounds and stages."""
+    own = [e for e in run.measures if e["measure"] == "contributions"]
+    return sorted(own, key=lambda e: (e["round"], e["stage"]))
+
+
+def _by_round(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
     rounds: dict[int, list[dict[str, Any]]] = {}
-    for event in run.measures:
-        if event["measure"] == "contributions":
-            rounds.setdefault(event["round"], []).append(event)
-    return {round: sorted(own, key=lambda e: e["stage"]) for round, own in sorted(rounds.items())}
+    for event in events:
+        rounds.setdefault(event["round"], []).append(event)
+    return rounds
 
 
 def _moments(run: Run) -> list[Moment]:
     """Classes that fell in measured rounds of a run, from the deepest fall on; of the untrained model none."""
     every = []
-    for round, own in _by_round(run).items():
+    for round, own in _by_round(of_one_model(_looks(run))).items():
         ends = zip(own[0]["before"], own[-1]["after"], strict=True)
         every += [Moment(round, c, b, a) for c, (b, a) in enumerate(ends) if b is not None and a is not None and a < b]
     return sorted((m for m in every if m.round > 1), key=lambda m: (m.change, m.round, m.of))
@@ -96,9 +100,10 @@ def _worst(groups: Sequence[Group]) -> list[Moment]:
 
 def _map(group: Group, round: int) -> Figure:
     run = group.started[0]
+    here = _by_round(_looks(run)).get(round, [])
     columns: dict[str, list[float | None]] = {}
     with_classes = range(len(run.classes))
-    for event in _by_round(run).get(round, []):
+    for event in here:
         with reading(Look(group, run, event)):
             if event.get("classes"):
                 for at, client in enumerate(event["clients"]):
@@ -122,7 +127,7 @@ def _map(group: Group, round: int) -> Figure:
         "hovertemplate": "class %{y}, %{x}: %{z:+.1f} points<extra></extra>",
         "colorbar": {"title": {"text": "points"}, "thickness": 10},
     }
-    absent = "no class moved by 5 points" if _by_round(run).get(round) else "not measured in this round"
+    absent = "no class moved by 5 points" if here else "not measured in this round"
     about: dict[str, Any] = {} if columns else {"annotations": [absent_note(absent)]}
     axes = {"xaxis": {"type": "category", "showgrid": False}, "yaxis": class_axis("class")}
     shape = layout(height=height_of(len(names)), showlegend=False, hovermode="closest", **axes, **about)
@@ -170,7 +175,7 @@ def _running(start: float, steps: Sequence[tuple[str, float]]) -> list[tuple[str
 
 def _told(run: Run, moment: Moment) -> Told | None:
     own = next((m for m in _moments(run) if (m.round, m.of) == (moment.round, moment.of)), None)
-    events = _by_round(run).get(moment.round, [])
+    events = _by_round(of_one_model(_looks(run))).get(moment.round, [])
     if own is None and events:
         own = Moment(
             moment.round, moment.of, *(events[i][k][moment.of] or 0.0 for i, k in ((0, "before"), (-1, "after")))

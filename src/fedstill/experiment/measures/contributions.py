@@ -84,7 +84,7 @@ class Contributions(Measure):
         return are_counts(report, self.gives, classes)
 
     def look(self, seen: Happened, room: Room) -> Numbers | None:
-        """The classes' accuracies before and after the stage, the parts of the change, and contributions."""
+        """Whose model it is, its accuracies before and after the stage, the parts of the change, and contributions."""
         if not seen.replies:
             return None
         data = at_most(room.test, EACH, room.world.classes)
@@ -92,7 +92,8 @@ class Contributions(Measure):
         if ends[0] is None or ends[1] is None or not _is_moved(seen):
             return _of_own_models(seen, room, data)
         before, after = (accuracies_of(predict, data, room) for predict in ends)
-        told = {"clients": [r.client for r in seen.replies], "before": _listed(before), "after": _listed(after)}
+        clients = [r.client for r in seen.replies]
+        told = {"model": "global", "clients": clients, "before": _listed(before), "after": _listed(after)}
         if seen.stage.hop or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):
@@ -195,7 +196,7 @@ def _of_own_models(seen: Happened, room: Room, data: Examples) -> Numbers | None
         return None
     before, after = (torch.stack([both[i] for both in ends.values()]).mean(0) for i in range(2))
     parts = {seen.stage.name: _listed(after - before)}
-    return {"clients": list(ends), "before": _listed(before), "after": _listed(after), "parts": parts}
+    return {"model": "own", "clients": list(ends), "before": _listed(before), "after": _listed(after), "parts": parts}
 
 
 def _both_ends(reply: Reply, seen: Happened, room: Room, data: Examples, totals: Tensor) -> tuple[Tensor, ...]:

@@ -87,6 +87,18 @@ def with_later_looks(folder: Path, measures: Sequence[Look]) -> list[Look]:
     )
 
 
+def of_one_model(looks: Sequence[Look]) -> list[Look]:
+    """Looks that show one change: the global model's where any does, else of each round those at the same clients.
+
+    looks: a run's, or a round's, in the order of their stages. Left out are stages in which clients train models of
+    their own beside the global one.
+    """
+    clients: dict[int, list[int]] = {}
+    return [look for look in looks if look.get("model") != "own"] or [
+        look for look in looks if look["clients"] == clients.setdefault(look["round"], look["clients"])
+    ]
+
+
 def add_looks(folder: Path, looks: Sequence[Look]) -> None:
     """Keep looks at rounds beside the journal, in place of earlier ones at the same rounds."""
     rounds = {look["round"] for look in looks}
@@ -127,7 +139,7 @@ class Told:
 
 def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
     """What looks at a round's stages say of a class; None where there are none, or none asked about this class."""
-    own = [look for look in looks if look["round"] == moment.round]
+    own = [look for look in of_one_model(looks) if look["round"] == moment.round]
     if not own:
         return None
     parts: dict[str, float] = {}
