@@ -84,7 +84,7 @@ def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     mean, sd = sum(after[1:]) / 2, abs(after[1] - after[2]) / 2**0.5
     shown = f"{mean:+.1f}" if abs(mean) >= 0.05 else "0.0"
     assert f"{shown} ± {sd:.1f} over 2 other draws" in said
-    head, rows = lines_of_draws(run, moment, cohorts)
+    head, rows = lines_of_draws(moment, cohorts)
     assert head == ["clients", "of the class", "after", "change [points]"]
     for row, cohort in zip(rows, cohorts, strict=True):
         assert int(row[1]) == sum(run.label_counts[c][of] for c in cohort.clients)
@@ -92,3 +92,17 @@ def test_the_sentence_and_the_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert said in out
     assert "draw 2 of 2" in err
+
+
+def test_over_tasks_a_draws_clients_are_counted_with_what_they_have_in_the_rounds_task(tmp_path: Path) -> None:
+    tasks = {"tasks": 2, "kind": "classes", "order": "given"}
+    asked = toys.toy("fedavg", rounds=4, topology={"clients": 6, "sampled": 2}, stream=tasks)
+    fedstill.run(asked, tmp_path / "run", data=toys.blobs())
+    kept = taken_up(tmp_path / "run", 3, toys.blobs())
+    cohorts = round_of_others(kept, 3, 2, quiet)
+    ours = kept.prepared.world.stream.classes(1)
+    assert 0 < len(ours) < 5
+    for of in range(5):
+        rows = lines_of_draws(Moment(3, of, 0.5, 0.0), cohorts)[1]
+        own = [sum(int(kept.prepared.sites.counts(c)[of]) for c in cohort.clients) for cohort in cohorts]
+        assert [int(row[1]) for row in rows] == (own if of in ours else [0, 0, 0])

@@ -179,7 +179,7 @@ def _draws(directory: Path, moment: Moment, count: int, quiet: bool) -> int:
     cohorts = round_of_others(kept, moment.round, count, _progress(kept, moment.round, quiet), done)
     screen = terminal.console(sentences=True)
     terminal.tell(screen, why_said.draws_of(run, moment, cohorts))
-    screen.print(terminal.table(*why_said.lines_of_draws(run, moment, cohorts)))
+    screen.print(terminal.table(*why_said.lines_of_draws(moment, cohorts)))
     return 0
 
 

@@ -142,20 +142,18 @@ def hint_of(told: Told) -> str:
     )
 
 
-def lines_of_draws(run: Run, moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The table of a round with other draws of clients: who, what share of the class they hold, what came of it.
+def lines_of_draws(moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The table of a round with other draws of clients: who, what they have of the class in it, what came of it.
 
     Head and rows; the first row is the round as it was.
     """
-    counts = [list(own) for own in run.label_counts] if run.label_counts else []
-    head = ["clients", *(["of the class"] if counts else []), "after", "change [points]"]
+    head = ["clients", "of the class", "after", "change [points]"]
     rows = []
     for cohort in cohorts:
         after = cohort.after[moment.of]
         named = ", ".join(str(client) for client in cohort.clients)
-        there = [str(sum(counts[client][moment.of] for client in cohort.clients))] if counts else []
         shown = ("–", "–") if after is None else (f"{100 * after:.1f} %", points(after - moment.before))
-        rows.append((f"{named} (as it was)" if cohort is cohorts[0] else named, *there, *shown))
+        rows.append((f"{named} (as it was)" if cohort is cohorts[0] else named, str(cohort.has[moment.of]), *shown))
     return head, rows
 
 

@@ -22,9 +22,13 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class Cohort:
-    """A round's clients, and the class accuracies (C,) of the global model after them; None without test examples."""
+    """A round's clients, what they have of each class in it (C,), and the global model's class accuracies (C,).
+
+    An accuracy is None where the class has no test examples.
+    """
 
     clients: tuple[int, ...]
+    has: tuple[int, ...]
     after: tuple[float | None, ...]
 
 
@@ -38,7 +42,7 @@ def round_of_others(
     Raises ConfigError where no other clients can be drawn, or there is no global model on a common test set.
     """
     settings, world = kept.prepared.settings, kept.prepared.world
-    drawn = _drawn(kept, round, count)
+    drawn, counts = _drawn(kept, round, count), kept.prepared.sites.all_counts(round)
     memory = kept.memory()
     with closing(kept.prepared.engine(memory, measured=False)) as made:
         engine = replace(made, kept=None)
@@ -49,7 +53,8 @@ def round_of_others(
             after = run_round(settings.method, state, stages, world, own, Unwatched(), settings.rules)
             named = evaluated_answers(settings.method, after, world)
             accuracy = evaluated(named, kept.prepared.sites, world.classes)["class_accuracy"]
-            cohorts.append(Cohort(_clients(stages), tuple(accuracy)))
+            clients = _clients(stages)
+            cohorts.append(Cohort(clients, tuple(counts[list(clients)].sum(0).tolist()), tuple(accuracy)))
             done(number)
     if all(a is None for a in cohorts[0].after):
         raise ConfigError(f"{kept.folder} has no global model on a common test set to compare")
