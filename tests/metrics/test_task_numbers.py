@@ -56,6 +56,13 @@ def test_forward_transfer_needs_columns_of_tasks_to_come():
     assert math.isnan(over.forward_transfer(A, [10, 10, 10]))
 
 
+def test_forward_transfer_takes_the_untrained_accuracy_of_the_same_column():
+    """The first of three columns is of a task to come; the last, of task 2, is 20 above the untrained model before."""
+    assert over.forward_transfer([[10, 70, 30], [12, 80, 60]], [50, 0, 10], [2, 0, 1]) == pytest.approx(20)
+    with pytest.raises(ConfigError, match="disagree"):
+        over.forward_transfer(C, [10, 10])
+
+
 def test_blanks_read_as_zero_change_what_they_should():
     zeros = over.with_zeros(B)
     assert over.average_forgetting(zeros) == pytest.approx(5)  # a maximum over earlier rows, of which one was measured

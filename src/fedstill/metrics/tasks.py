@@ -102,7 +102,8 @@ def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
 def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = None) -> float:
     """Mean over the columns after the first task of (accuracy one task before its own - that of an untrained model).
 
-    initial: (K,) accuracies before any training. NaN for a matrix whose columns to come are blank.
+    initial: (K,) accuracies before any training, a number for each of the matrix's columns. NaN for a matrix whose
+    columns to come are blank.
 
     Source: Lopez-Paz and Ranzato 2017, FWT.
 
@@ -110,10 +111,11 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
     22.5
     """
     accuracy, own = _come(matrix, tasks)
-    untrained = values(initial, 1, "accuracies of the untrained model")[: accuracy.shape[1]]
-    same_classes(accuracy, untrained)
+    every, untrained = values(matrix, 2, "an accuracy matrix"), values(initial, 1, "accuracies of the untrained model")
+    same_classes(every, untrained)
+    before = untrained[column_tasks(every, tasks) < len(every)]
     later = np.flatnonzero(own > 0)
-    return _mean(accuracy[own[later] - 1, later] - untrained[later])
+    return _mean(accuracy[own[later] - 1, later] - before[later])
 
 
 def learned(matrix: TensorLike, tasks: Tasks = None) -> float:
