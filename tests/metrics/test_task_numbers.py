@@ -107,6 +107,16 @@ def test_columns_of_tasks_that_have_not_come_are_left_out():
     assert over.learned(stopped) == pytest.approx(70)
 
 
+@pytest.mark.parametrize("definition", TABLE, ids=lambda d: d.name)
+def test_every_definition_leaves_out_columns_of_tasks_that_have_not_come(definition):
+    """As ``fedstill forgetting`` says of such a matrix."""
+    stopped = definition.of([[70, 30, 20], [80, 60, 35]], None)
+    assert stopped == pytest.approx(definition.of([[70, 30], [80, 60]], None), abs=1e-12)
+    if definition.by_class:
+        shuffled = definition.of([[20, 70, 30], [35, 80, 60]], [2, 0, 1])
+        assert shuffled == pytest.approx(stopped, abs=1e-12)
+
+
 def test_one_task_has_nothing_to_forget():
     assert over.final_accuracy([[80]]) == over.learned([[80]]) == 80
     assert math.isnan(over.average_forgetting([[80]]))

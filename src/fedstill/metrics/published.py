@@ -133,14 +133,14 @@ TABLE: tuple[Definition, ...] = (
         "forgetting",
         "best earlier row - last row; columns with an earlier row",
         "FedNTD, eq. 5",
-        lambda matrix, _: forgetting(matrix),
+        lambda matrix, own: forgetting(over.come(matrix, own)[0]),
         differs="columns of the last task count, too, where an earlier row has them",
     ),
     Definition(
         "forgetting, blanks as 0",
         "the same, over all columns",
         "a trap",
-        lambda matrix, _: forgetting(over.with_zeros(matrix)),
+        lambda matrix, own: forgetting(over.with_zeros(over.come(matrix, own)[0])),
         differs="a task that had not come counts as one on which the accuracy was 0",
     ),
     _published(

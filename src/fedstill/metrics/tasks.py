@@ -29,7 +29,7 @@ def final_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> final_accuracy([[0.75, None], [0.25, 0.5]])
     0.375
     """
-    accuracy, _ = _come(matrix, tasks)
+    accuracy, _ = come(matrix, tasks)
     return _mean(accuracy[-1])
 
 
@@ -41,7 +41,7 @@ def incremental_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> incremental_accuracy([[0.75, None], [0.25, 0.5]])
     0.5625
     """
-    accuracy, own = _come(matrix, tasks)
+    accuracy, own = come(matrix, tasks)
     return _mean(np.array([_mean(row[own <= t]) for t, row in enumerate(accuracy)]))
 
 
@@ -50,7 +50,7 @@ def learning_accuracy(matrix: TensorLike, tasks: Tasks = None) -> float:
 
     Source: Riemer et al. 2019, learning accuracy.
     """
-    return _mean(_at_own_end(*_come(matrix, tasks)))
+    return _mean(_at_own_end(*come(matrix, tasks)))
 
 
 def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
@@ -61,7 +61,7 @@ def forgetting_by_column(matrix: TensorLike, tasks: Tasks = None) -> Values:
     >>> forgetting_by_column([[0.75, None], [0.25, 0.5]])
     array([0.5, nan])
     """
-    accuracy, own = _come(matrix, tasks)
+    accuracy, own = come(matrix, tasks)
     best = _best(accuracy[:-1])
     return np.where(_earlier(accuracy, own), best - accuracy[-1], np.nan)
 
@@ -95,7 +95,7 @@ def backward_transfer(matrix: TensorLike, tasks: Tasks = None) -> float:
     >>> backward_transfer([[80, None, None], [78, 60, None], [75, 55, 50]])
     -5.0
     """
-    accuracy, own = _come(matrix, tasks)
+    accuracy, own = come(matrix, tasks)
     return _mean((accuracy[-1] - _at_own_end(accuracy, own))[_earlier(accuracy, own)])
 
 
@@ -110,7 +110,7 @@ def forward_transfer(matrix: TensorLike, initial: TensorLike, tasks: Tasks = Non
     >>> forward_transfer([[70, 30, 20], [80, 60, 35], [75, 65, 90]], [10, 10, 10])
     22.5
     """
-    accuracy, own = _come(matrix, tasks)
+    accuracy, own = come(matrix, tasks)
     every, untrained = values(matrix, 2, "an accuracy matrix"), values(initial, 1, "accuracies of the untrained model")
     same_classes(every, untrained)
     before = untrained[column_tasks(every, tasks) < len(every)]
@@ -123,7 +123,7 @@ def learned(matrix: TensorLike, tasks: Tasks = None) -> float:
 
     final_accuracy = learned x kept = learned - lost, exactly.
     """
-    accuracy, _ = _come(matrix, tasks)
+    accuracy, _ = come(matrix, tasks)
     return _mean(_best(accuracy[:, ~np.isnan(accuracy[-1])]))
 
 
@@ -200,8 +200,8 @@ def column_tasks(accuracy: Values, tasks: Tasks) -> NDArray[np.int64]:
     return own.astype(np.int64)
 
 
-def _come(matrix: TensorLike, tasks: Tasks) -> tuple[Values, NDArray[np.int64]]:
-    """The columns whose task has come by the last row, and their tasks."""
+def come(matrix: TensorLike, tasks: Tasks) -> tuple[Values, NDArray[np.int64]]:
+    """The columns whose task has come by the last row, and their tasks; ConfigError for a matrix without any cell."""
     accuracy = values(matrix, 2, "an accuracy matrix")
     if not accuracy.size:
         raise ConfigError("an accuracy matrix needs a row and a column at least")
