@@ -133,7 +133,7 @@ def rank_map(
     from fedstill.errors import ConfigError
     from fedstill.experiment.config.overrides import parse_grid
     from fedstill.experiment.ranking.competing import suite_at
-    from fedstill.experiment.ranking.entries import slug
+    from fedstill.experiment.ranking.folder_names import slug
     from fedstill.experiment.ranking.where import AXES, grid_of, row_to_map
     from fedstill.report import terminal
     from fedstill.report.map_file import keep_map

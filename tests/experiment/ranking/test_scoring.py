@@ -225,6 +225,8 @@ def test_a_newcomer_without_tries_gets_fedavgs_and_wrong_ones_are_refused(suite:
     file.write_text(NEWCOMER.replace("    tries:", "    other:"))
     with_it, row = newcomer(suite, file, "Mine again")
     assert (row, with_it.tries[row]) == ("Mine again", [{}, {"plan.lr": 0.1}])
+    with pytest.raises(ConfigError, match="the rows 'FedAvg' and 'fedavg' would have one folder"):
+        newcomer(suite, file, "fedavg")
     file.write_text(NEWCOMER.replace('({"mu": 0.2}, {"mu": 2.0})', '{"mu": 0.2}'))
     with pytest.raises(ConfigError, match="tries must be a tuple of tables"):
         newcomer(suite, file)

@@ -202,3 +202,27 @@ def test_a_suite_that_says_something_of_a_row_it_has_not_is_refused(monkeypatch:
         monkeypatch.setattr(suites, "recipe_text", lambda name, text=text: text)
         with pytest.raises(ConfigError, match=said):
             load_suite("digits-space")
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "said"),
+    [
+        (
+            "[rows]\n",
+            '"Uneven" = { partition = { kind = "iid" } }\n[rows]\n',
+            "the columns 'uneven' and 'Uneven' would",
+        ),
+        (
+            "[tries]\n",
+            '"fed ntd" = { method = "fedntd" }\n"fed/ntd" = { method = "fedntd" }\n[tries]\n',
+            "the rows 'fed",
+        ),
+    ],
+)
+def test_two_rows_or_columns_that_would_have_one_folder_are_refused(
+    line: str, more: str, said: str, tmp_path: Path
+) -> None:
+    """An entry keeps the runs of a column in the folder of its name, in small letters and without blanks."""
+    (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(line, more), encoding="utf-8")
+    with pytest.raises(ConfigError, match=said):
+        suites.own_suite(tmp_path / "clinics.toml")

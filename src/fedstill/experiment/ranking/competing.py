@@ -14,7 +14,8 @@ from fedstill.experiment.config.named_tables import resolved_name
 from fedstill.experiment.ranking.carried_out import Do, Ended, ended, not_stopped
 from fedstill.experiment.ranking.choices import read_choice, write_choices
 from fedstill.experiment.ranking.choosing import choice_for
-from fedstill.experiment.ranking.entries import Entered, slug, write_entry
+from fedstill.experiment.ranking.entries import Entered, write_entry
+from fedstill.experiment.ranking.folder_names import refuse_one_folder, slug
 from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 
@@ -80,7 +81,7 @@ def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
     """The suite with a row of a method's own file, and the row's name.
 
     Its tries are the class variable ``tries`` of the method, fields by name; without it, the learning rates of FedAvg.
-    Raises ConfigError for a file that is no method, or tries that are none.
+    Raises ConfigError for a file that is no method, tries that are none, or a name whose folder another row has.
     """
     if not file.is_file():
         raise ConfigError(f"there is no file {file}; name the file of a method")
@@ -91,7 +92,9 @@ def newcomer(suite: Suite, file: Path, name: str = "") -> tuple[Suite, str]:
     if isinstance(tries, (str, dict)) or not all(isinstance(one, dict) for one in tries):
         raise ConfigError(f"{file}: tries must be a tuple of tables, such as ({{'beta': 0.3}}, {{'beta': 1.0}})")
     row = name or getattr(target, "__name__", file.stem)
-    return suite.with_row(row, method, tuple(tries)), row
+    entered = suite.with_row(row, method, tuple(tries))
+    refuse_one_folder(suite.name, "rows", entered.recipe.rows)
+    return entered, row
 
 
 def rehearse(suite: Suite, row: str, do: Do) -> None:

@@ -26,6 +26,7 @@ import tomli_w
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.ranking.carried_out import Ended
 from fedstill.experiment.ranking.choices import Choice, read_choice
+from fedstill.experiment.ranking.folder_names import slug
 from fedstill.experiment.ranking.suites import Suite, Try
 from fedstill.experiment.run_directory.evidence import readable
 from fedstill.experiment.run_directory.journal import CONFIG_SEAL, without_times
@@ -114,15 +115,6 @@ def rounds_of(folder: Path) -> int:
 @lru_cache(64)
 def _rounds_in(config: str) -> int:
     return int(tomllib.loads(config)["rounds"])
-
-
-def slug(name: str) -> str:
-    """A name as a folder's.
-
-    >>> slug("ExDir 2/.5"), slug("FedNTD + ASD")
-    ('exdir-2-.5', 'fedntd-+-asd')
-    """
-    return name.lower().replace("/", "-").replace(":", "-").replace(" ", "-")
 
 
 def write_entry(suite: Suite, row: str, runs: Sequence[Ended], folder: Path, own: Path | None = None) -> Entered:

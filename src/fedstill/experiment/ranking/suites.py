@@ -14,6 +14,7 @@ from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.comparing.recipes import RANKING, Recipe, recipe_of, recipe_text
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.ranking.choices import Choice, chosen_from
+from fedstill.experiment.ranking.folder_names import refuse_one_folder
 from fedstill.experiment.ranking.tries import checked_tries
 
 TIERS = ("digits", "small")
@@ -221,6 +222,8 @@ def _suite(name: str, tree: Mapping[str, Any]) -> Suite:
     recipe = recipe_of(
         f"{RANKING}/{name}", {k: v for k, v in tree.items() if k in ("paper", "common", "columns", "rows")}
     )
+    for what, named_so in (("rows", recipe.rows), ("columns", recipe.columns)):
+        refuse_one_folder(name, what, named_so)
     tries = {row: checked_tries(name, row, each) for row, each in tree["tries"].items()}
     tier, _, track = name.partition("-")
     bounds, choosing = tree["bounds"], tree["choosing"]
