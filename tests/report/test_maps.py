@@ -17,7 +17,7 @@ from fedstill.report import map_file
 from fedstill.report.map_file import MAPPED, keep_map, map_from, map_text, shipped_maps
 from fedstill.report.maps_shown import floor_table, gain_table, maps_text
 from fedstill.report.ranking_page import ranking_page
-from fedstill.report.where_it_helps import write_map
+from fedstill.report.where_it_helps import cell_table, write_map
 
 
 def made_up(row: str = "FedNTD", floor: float = 0.5) -> Grid:
@@ -79,6 +79,13 @@ def test_a_map_that_lacks_a_run_is_refused() -> None:
     for text in ("".join(lines[:-1]), lines[0], "a,b\n1,2\n", "", "".join([*lines, lines[-1].replace("FedAvg", "X")])):
         with pytest.raises(CorruptFile, match="this is no map's table of runs"):
             map_from(text)
+
+
+def test_what_the_floor_kept_is_not_shown_where_its_runs_do_not_say_it() -> None:
+    one = made_up()
+    assert cell_table(one)[1][0][-1] != "–"
+    cells = [replace(c, theirs={s: replace(own, kept=nan) for s, own in c.theirs.items()}) for c in one.cells]
+    assert {line[-1] for line in cell_table(replace(one, cells=cells))[1]} == {"–"}
 
 
 def test_the_table_has_every_cell_once(ships: dict[str, Grid]) -> None:

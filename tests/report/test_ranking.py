@@ -17,7 +17,7 @@ from scipy import stats
 from fedstill.experiment.ranking.scoring import Score
 from fedstill.experiment.ranking.suites import TEST_SEEDS, Suite, load_suite
 from fedstill.report.agreement import agreement_lines
-from fedstill.report.ranking_figures import label_sides
+from fedstill.report.ranking_figures import label_sides, scatter
 from fedstill.report.ranking_files import (
     about,
     agreement_text,
@@ -190,6 +190,23 @@ def test_bounds_are_not_ranked_and_the_gap_goes_from_floor_to_ceiling(one: Stand
 
 def test_a_run_that_diverged_is_marked(one: Standings) -> None:
     assert [line[1] for line in standing_lines(one) if "†" in line[1]] == ["SCAFFOLD †"]
+
+
+def test_what_was_kept_is_not_shown_where_a_run_does_not_say_it() -> None:
+    """In a suite of few rounds no row has it, and there is no picture; else the rows that lack it are left out."""
+    suite = load_suite(NAME)
+    known, *others = (row(suite, name, 0.5, i) for i, name in enumerate(("FedAvg", "FedNTD", "joint")))
+    lacking = [replace(r, scores={k: replace(s, kept=math.nan) for k, s in r.scores.items()}) for r in others]
+    some, none = standings(suite, [known, *lacking]), standings(suite, lacking)
+    at = standing_head(some).index("kept [%]")
+    assert {line[1]: line[at] == "–" for line in standing_lines(some)} == {
+        "FedAvg": False,
+        "FedNTD": True,
+        "joint": True,
+    }
+    assert [trace["name"] for trace in scatter(some)["data"] if "name" in trace] == ["FedAvg"]
+    assert "Learned and kept" in ranking_page([some])
+    assert "Learned and kept" not in ranking_page([none])
 
 
 def test_who_wins_and_who_cannot_be_told_apart(one: Standings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +15,17 @@ from fedstill.report.standings import RankedRow, Standings
 
 
 def scatter(one: Standings) -> Figure:
-    """Learned and kept, a point for each row: the means over columns and seeds; accuracy is the same along a curve."""
-    data: list[dict[str, Any]] = [*equal_curves()]
-    places = [(p.row.name, p.learned, p.kept, p.accuracy, "circle") for p in one.placed]
-    for row in one.bounds:
-        learned, accuracy = (row.mean(n, one.columns) for n in ("learned", "accuracy"))
-        places.append((row.name, learned, accuracy / learned if learned else 0.0, accuracy, "diamond-open"))
+    """Learned and kept, a point for each row: the means over columns and seeds; accuracy is the same along a curve.
+
+    Without the rows of which it is not known what was kept.
+    """
+    data, own = equal_curves(), one.columns
+    every = [(p.row.name, p.learned, p.kept, p.accuracy, "circle") for p in one.placed]
+    every += [
+        (row.name, row.mean("learned", own), row.kept(own), row.mean("accuracy", own), "diamond-open")
+        for row in one.bounds
+    ]
+    places = [place for place in every if not math.isnan(place[2])]
     low = _low([p[1] for p in places]), _low([p[2] for p in places])
     sides = label_sides([(p[0], p[1], p[2]) for p in places], (HIGHEST[0] - low[0], HIGHEST[1] - low[1]))
     for i, (name, learned, kept, accuracy, symbol) in enumerate(places):

@@ -72,7 +72,7 @@ def _line(placed: Placed) -> list[str]:
         _ends(*placed.rank_ends, 2),
         f"{100 * placed.accuracy:.1f}",
         f"{100 * placed.learned:.1f}",
-        f"{100 * placed.kept:.1f}",
+        _or_none(100 * placed.kept, ".1f"),
         f"{100 * apart.mean:+.1f}" if apart else NONE,
         _points(apart),
         f"{placed.p_holm:.3f}" if apart else NONE,
@@ -87,10 +87,9 @@ def _line(placed: Placed) -> list[str]:
 
 def _bound(standings: Standings, row: RankedRow) -> list[str]:
     columns = [c for c in standings.columns if row.column(c)]
-    numbers = [row.mean(n, columns) for n in ("accuracy", "learned")]
-    both = [*numbers, numbers[0] / numbers[1] if numbers[1] else 0.0]
+    numbers = [*(row.mean(n, columns) for n in ("accuracy", "learned")), row.kept(columns)]
     of = "" if len(columns) == len(standings.columns) else f" ({', '.join(columns)})"
-    shown = [NONE, f"{marked_name(row)}{of}", NONE, NONE, *(f"{100 * v:.1f}" for v in both)]
+    shown = [NONE, f"{marked_name(row)}{of}", NONE, NONE, *(_or_none(100 * v, ".1f") for v in numbers)]
     return [*shown, *[NONE] * (len(HEAD) - 10), _or_none(row.mean("sent", columns) / 1e6, ".1f"), NONE, row.status]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def _section(one: Standings) -> Html:
     suite = one.suite
     missing = [sentence(f"No entry yet: {', '.join(one.missing)}.")] if one.missing else []
     drawn = [figure([rank_figure(one)], BARS, "Ranks")] if len(one.placed) > 1 else []
-    if one.placed:
+    if any(not math.isnan(p.kept) for p in one.placed):
         drawn.append(figure([scatter(one)], PAIR, "Learned and kept"))
     groups = [sentence(f"Cannot be told apart by rank: {'; '.join(joined(one))}.")] if one.bars else []
     lines = [[line[1], line[0], *line[2:]] for line in standing_lines(one)]

@@ -50,6 +50,13 @@ class RankedRow:
         values = [v for c in columns for v in self.column(c, number).values() if not math.isnan(v)]
         return float(np.mean(values)) if values else float("nan")
 
+    def kept(self, columns: Sequence[str]) -> float:
+        """Mean accuracy over mean learned, so that the two multiply to the accuracy shown; NaN if a run has no kept."""
+        if any(math.isnan(v) for c in columns for v in self.column(c, "kept").values()):
+            return float("nan")
+        learned = self.mean("learned", columns)
+        return self.mean("accuracy", columns) / learned if learned else 0.0
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -169,7 +176,7 @@ def _places(bare: Standings, ranked: Sequence[RankedRow], scores: Values) -> lis
             over.interval(by_rank[i]),
             float(scores[i].mean()),
             ranked[i].mean("learned", columns),
-            _kept(ranked[i], columns),
+            ranked[i].kept(columns),
             apart[i],
             holm[i],
             _share(bare, ranked, i),
@@ -186,12 +193,6 @@ def _cpu(row: RankedRow, floor: RankedRow | None, columns: Sequence[str]) -> flo
     if floor is None or floor.processor != row.processor or not (least := floor.mean("seconds_cpu", columns)):
         return math.nan
     return row.mean("seconds_cpu", columns) / least
-
-
-def _kept(row: RankedRow, columns: Sequence[str]) -> float:
-    """Mean accuracy over mean learned, so that the two multiply to the accuracy that is shown."""
-    learned = row.mean("learned", columns)
-    return row.mean("accuracy", columns) / learned if learned else 0.0
 
 
 def _apart(differences: Values) -> Difference:

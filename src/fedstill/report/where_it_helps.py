@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +14,7 @@ from fedstill.report.figures import Figure, layout
 from fedstill.report.map_file import map_text
 from fedstill.report.markup import Html, escape, figure, grid, html_table, section, sentence
 from fedstill.report.page import document
+from fedstill.report.summary import NONE
 from fedstill.report.table_files import markdown
 from fedstill.written_over import PAGE, refuse_other_kind
 
@@ -59,7 +61,8 @@ def _numbers(cell: MapCell) -> list[str]:
     low, high = min(cell.gains), max(cell.gains)
     kept = fmean(score.kept for score in cell.theirs.values())
     ends = f"{100 * low:+.1f} to {100 * high:+.1f}"
-    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * cell.floor:.1f}", f"{100 * kept:.1f}"]
+    shown = NONE if math.isnan(kept) else f"{100 * kept:.1f}"
+    return [f"{100 * cell.gain:+.1f}", ends, f"{100 * cell.floor:.1f}", shown]
 
 
 def _page(one: Grid) -> str:

@@ -65,10 +65,18 @@ def test_rows_are_means_of_five_successive_rounds_the_last_of_the_last_five(tmp_
     assert len(matrix_of(rounds(steps[:3]), 3)) == 1
 
 
+@pytest.mark.parametrize(("asked", "known"), [(1, True), (2, False), (9, False), (10, True)])
+def test_what_was_kept_of_one_row_is_not_known_but_of_one_round(asked: int, known: bool, tmp_path: Path) -> None:
+    """Half is lost in the second round; means of five successive rounds show it from ten rounds on."""
+    own = score_of(journal(tmp_path, rounds([(0.8, 0.8), *[(0.4, 0.4)] * 9][:asked])), asked)
+    assert math.isnan(own.kept) is not known
+    assert asked == 1 or not known or own.kept < 1
+
+
 def test_a_run_that_diverged_counts_as_its_last_good_round(tmp_path: Path) -> None:
     own = score_of(journal(tmp_path, rounds([(0.8, 0.2)] * 5 + [(0.4, 0.6)])), 15)
     assert (own.accuracy, own.rounds) == (pytest.approx(0.5), 6)
-    nothing = score_of(journal(tmp_path, rounds([])), 5)
+    nothing = score_of(journal(tmp_path, rounds([])), 10)
     assert (nothing.accuracy, nothing.kept, nothing.rounds) == (0.0, 0.0, 0)
 
 

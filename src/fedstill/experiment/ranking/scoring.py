@@ -28,6 +28,7 @@ SUCCESSIVE = 5
 class Score:
     """One run's numbers. Accuracies are shares; ``accuracy`` = ``learned`` x ``kept``.
 
+    ``kept``: NaN for a run of two to nine rounds without tasks, which is one row. Of one round all is kept.
     ``forgetting``: FedNTD's F over rounds. ``average_forgetting``, ``backward_transfer``: over tasks, NaN without.
     ``sent``: bytes up and down. ``rounds``: how many were done; fewer than asked for where the run diverged.
     """
@@ -97,11 +98,11 @@ def _score(events: Sequence[Event], asked: int) -> Score:
     rows, ends = matrix_of(events, asked), task_rows(events)
     alike = np.zeros(rows.shape[1])
     learned = over.learned(rows, alike)
-    own = len(ends) > 1
+    own, unknown = len(ends) > 1, len(rows) == 1 < asked
     return Score(
         accuracy=over.final_accuracy(rows, alike),
         learned=learned,
-        kept=over.kept_share(rows, alike) if learned > 0 else 0.0,
+        kept=math.nan if unknown else over.kept_share(rows, alike) if learned > 0 else 0.0,
         forgetting=_number(rounds[-1].get("forgetting")) if rounds else 0.0,
         average_forgetting=over.average_forgetting(ends) if own else math.nan,
         backward_transfer=over.backward_transfer(ends) if own else math.nan,
