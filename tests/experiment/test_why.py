@@ -212,6 +212,12 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
         (["--round", "7"], "it has rounds 1 to 6"),
         (["--without", "6"], "the run has clients 0 to 5"),
         (["--without", "1", "--from", "7"], "the run has rounds 1 to 6"),
+        (["--client", "1", "--class", "3"], "--class does not go with --client"),
+        (["--client", "1", "--exact"], "--exact does not go with --client"),
+        (["--without", "1", "--worst", "3"], "--worst does not go with --without"),
+        (["--without", "1", "--draws", "3"], "--draws does not go with --without"),
+        (["--draws", "3", "--game", "absent"], "--game does not go with --draws"),
+        (["--from", "3"], "--from goes with --without only"),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_line(
@@ -220,6 +226,19 @@ def test_what_cannot_be_asked_is_said_in_one_line(
     assert call(["why", str(run), *arguments]) == 2
     err = capsys.readouterr().err
     assert says in err
+    assert err.count("\n") == 1
+
+
+def test_all_coalitions_of_more_than_ten_clients_are_refused_before_a_round_is_gone_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fedstill.run(
+        toys.toy(rounds=2, topology={"clients": 11, "sampled": 11}, data="digits", model="logistic"), tmp_path / "run"
+    )
+    capsys.readouterr()
+    assert call(["why", str(tmp_path / "run"), "--round", "2", "--exact"]) == 2
+    err = capsys.readouterr().err
+    assert "--exact: round 2 has 11 clients, and all coalitions of at most 10 are asked; leave it out" in err
     assert err.count("\n") == 1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,12 +11,22 @@ from fedstill.cli.app import Flag, Quiet, app, say
 from fedstill.files import in_shell
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fedstill.experiment.why.again import OnAgain, TakenUp
     from fedstill.experiment.why.falls import Moment
 
 Number = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+
+GOES_WITH = {
+    "--client": {"--round"},
+    "--without": {"--class", "--round", "--from", "--rounds", "--once"},
+    "--draws": {"--class", "--round"},
+    "": {"--class", "--round", "--worst", "--exact", "--game", "--open"},
+}
+"""Which options say more of a question; the empty one is the plain command."""
 
 
 @app.command(name="why")
@@ -50,7 +59,7 @@ def why_command(
         class_: The class, by number or name. Unset, the one with the deepest fall.
         round_: The round. Unset, the one with the deepest fall; with --client, round 1.
         worst: How many of the deepest falls to report.
-        exact: Ask all coalitions of the round's clients, at most ten.
+        exact: Ask all coalitions of the round's clients; refused above ten clients.
         game: What clients outside a coalition do: change nothing (idle), or not reply (absent).
         without: Go through rounds again without this client, and compare: what would have been.
         from_: The first round without it. Unset, --round, or that of the deepest fall.
@@ -65,8 +74,10 @@ def why_command(
     from fedstill.experiment.run_directory import journal as journals
     from fedstill.experiment.why.falls import all_falls, the_moment
 
-    if without is None and (lone := _said({"--from": from_, "--rounds": rounds, "--once": once})):
-        return say(f"{lone}: name the client to leave out as well, with --without", 2)
+    given = {"--client": client is not None, "--without": without is not None, "--draws": bool(draws)}
+    given |= {"--class": class_ is not None, "--worst": worst > 1, "--exact": exact, "--game": game is not None}
+    given |= {"--from": from_ is not None, "--rounds": rounds is not None, "--once": once, "--open": open_}
+    _refuse_misfits([name for name, is_given in given.items() if is_given])
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
@@ -78,17 +89,12 @@ def why_command(
     if draws:
         return _draws(directory, moment, draws, quiet)
     every = [moment] if worst == 1 else all_falls(journals.read_journal(directory / "journal.jsonl"))
-    chosen = [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]
     _say_if_none_fell(directory, moment, of, round_)
-    for one in chosen:
+    for one in [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]:
         _tell(directory, one, exact, game, quiet)
     if open_:
         _open(directory)
     return 0
-
-
-def _said(options: Mapping[str, int | None]) -> str:
-    return " and ".join(option for option, value in options.items() if value)
 
 
 def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: int | None) -> None:
@@ -99,9 +105,21 @@ def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: i
         terminal.tell(terminal.console(sentences=True), said)
 
 
+def _refuse_misfits(given: Sequence[str]) -> None:
+    """Raise ConfigError where an option does not go with what is asked."""
+    from fedstill.errors import ConfigError
+
+    asked = next((question for question in GOES_WITH if question in given), "")
+    misfits = [name for name in given if name != asked and name not in GOES_WITH[asked]]
+    if misfits and not asked:
+        raise ConfigError(f"{' and '.join(misfits)}: name the client to leave out as well, with --without")
+    if misfits:
+        raise ConfigError(f"{misfits[0]} does not go with {asked}")
+
+
 def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:
     from fedstill.experiment.measures.contributions import Contributions
-    from fedstill.experiment.why.again import looked_at, taken_up
+    from fedstill.experiment.why.again import looked_at, refuse_many, taken_up
     from fedstill.experiment.why.falls import add_looks, looks_of, told_of
     from fedstill.report import terminal, why_said
     from fedstill.report.runs import read_run
@@ -110,6 +128,8 @@ def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "a
     if told is None:
         known = {c for look in looks_of(directory) if look["round"] == moment.round for c in look.get("classes", ())}
         kept = taken_up(directory, moment.round)
+        if exact:
+            refuse_many(kept, moment.round)
         measure = Contributions(game, exact, sorted({moment.of, *known}))
         looks = looked_at(kept, moment.round, measure, _progress(kept, moment.round, quiet))
         if not (exact or game):
@@ -196,10 +216,7 @@ def _lesson(directory: Path, client: int, round: int, quiet: bool) -> int:
 
     def exchanges(count: int) -> None:
         if not quiet:
-            say(
-                f"then client {client}'s exchange {count} times: with all of its teachers, some, and none",
-                0,
-            )
+            say(f"then client {client}'s exchange {count} times: with all of its teachers, some, and none", 0)
 
     taught = taught_by_peers(kept, client, round, _progress(kept, round, quiet), exchanges)
     screen = terminal.console(sentences=True)

@@ -130,7 +130,9 @@ def hint_of(told: Told) -> str:
             "it, and --draws 10 says how much; more clients a round (topology.sampled) spread it."
         )
     if local is None or averaging is None:
-        return "The table's links act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
+        in_a_chain = all(name.startswith("client ") for name in told.parts)
+        links = "The links above act in this order; a method with teachers (sfedkd) keeps what earlier ones taught."
+        return links if in_a_chain else ""
     if local <= averaging:
         return (
             "Local training took more than averaging: what clients lack, they forget. Distillation against forgetting "
@@ -147,8 +149,7 @@ def lines_of_draws(moment: Moment, cohorts: Sequence[Cohort]) -> tuple[list[str]
 
     Head and rows; the first row is the round as it was.
     """
-    head = ["clients", "of the class", "after", "change [points]"]
-    rows = []
+    head, rows = ["clients", "of the class", "after", "change [points]"], list[tuple[str, ...]]()
     for cohort in cohorts:
         after = cohort.after[moment.of]
         named = ", ".join(str(client) for client in cohort.clients)

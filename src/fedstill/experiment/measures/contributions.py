@@ -93,7 +93,12 @@ class Contributions(Measure):
             return _of_own_models(seen, room, data)
         before, after = (accuracies_of(predict, data, room) for predict in ends)
         clients = [r.client for r in seen.replies]
-        told = {"model": "global", "clients": clients, "before": _listed(before), "after": _listed(after)}
+        told: dict[str, Any] = {
+            "model": "global",
+            "clients": clients,
+            "before": _listed(before),
+            "after": _listed(after),
+        }
         if seen.stage.hop or seen.replies[0].client == SERVER:
             return {**told, "parts": {_name(seen): _listed(after - before)}}
         if seen.local_models and is_plain(ends[1], seen.after):

@@ -26,6 +26,7 @@ from fedstill.experiment.running.begun_sums import begun_sums
 from fedstill.experiment.running.evaluation import evaluated
 from fedstill.experiment.running.own_answers import evaluated_answers
 from fedstill.files import digest
+from fedstill.metrics.shapley import MOST_EXACT
 from fedstill.raised import as_asked
 from fedstill.records import Payload, Reply, Stage, State
 from fedstill.rounds import run_round
@@ -122,6 +123,17 @@ class _Looking:
 
     def failed(self, *_: object) -> None:
         """Nothing: the error that comes next says it."""
+
+
+def refuse_many(kept: TakenUp, round: int) -> None:
+    """Raise ConfigError if a stage that makes the global model has more clients than all coalitions are asked of."""
+    settings, world = kept.prepared.settings, kept.prepared.world
+    stages = [s for s in settings.topology(round, world) if not s.hop and s.name not in settings.method.personal]
+    if (many := max((len(s.clients) for s in stages), default=0)) > MOST_EXACT:
+        raise ConfigError(
+            f"--exact: round {round} has {many} clients, and all coalitions of at most {MOST_EXACT} are asked; "
+            "leave it out"
+        )
 
 
 def looked_at(kept: TakenUp, round: int, measure: Measure, again: OnAgain) -> list[dict[str, object]]:
