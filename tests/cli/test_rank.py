@@ -201,6 +201,22 @@ def test_a_newcomer_in_both_is_tried_in_the_suite_that_chooses_and_its_entry_is_
     assert call(["rank", "check", str(entry)]) == 0, capsys.readouterr().out
 
 
+def test_a_newcomer_to_a_suite_of_ones_own_stands_beside_the_entries_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suites, "_own", {})
+    even = '"even" = { partition = { kind = "iid" } }\n'
+    assert even in tiny_ranking.TINY
+    (tmp_path / "clinics.toml").write_text(tiny_ranking.TINY.replace(even, ""))
+    (tmp_path / "mine.py").write_text(MINE)
+    assert call(["rank", "run", "clinics.toml", "--methods", "fedavg", "--out", "out"]) == 0
+    assert "1 method, 1 column × 5 seeds" in capsys.readouterr().out
+    assert call(["rank", "enter", "mine.py", "--tier", "clinics.toml", "--out", "out"]) == 0
+    said = capsys.readouterr().out
+    assert "2 methods, 1 column × 5 seeds" in said
+    assert "no entry yet: FedNTD, joint\n" in said
+
+
 def test_the_page_on_adding_a_method_gives_an_entry(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The FedGap of the documents, with the line on its tries that the page on the ranking adds."""
     page = (Path(__file__).parents[2] / "docs" / "add_a_method.md").read_text()

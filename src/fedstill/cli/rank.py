@@ -170,7 +170,8 @@ def rank_enter(
             chosen = competing.choose_fields(entered, [row], out, do)
         with doing(out / suite.name, jobs, quiet) as do:
             (entry,) = competing.compete(chosen, [row], out, do, method.resolve())
-        _print_tables([entry.folder], shipped=True)
+        beside = entry.folder.parent if tier.endswith(".toml") else entry.folder  # of a suite of yours nothing ships
+        _print_tables([beside], shipped=True)
         print(f"entry: {entry.folder}\ncheck it: fedstill rank check {entry.folder} --replay 1")
     return 0
 

@@ -182,7 +182,7 @@ def about(standings: Standings) -> str:
     columns = f"{n} column{'s' * (n > 1)} × {len(TEST_SEEDS)} seeds"
     rate = f" A try that sets no learning rate has the one that {s.suite.rate_of} chose." if s.suite.rate_of else ""
     chosen = f" Fields were chosen {chosen_where(s.suite)}."
-    return f"{many} methods, {columns}{wide}.{chosen}{rate}{_made_on(s.processors, cpu_unit(s))}"
+    return f"{many} method{'s' * (many != 1)}, {columns}{wide}.{chosen}{rate}{_made_on(s.processors, cpu_unit(s))}"
 
 
 def _made_on(processors: Mapping[str, Sequence[str]], unit: str) -> str:
