@@ -217,7 +217,7 @@ def test_the_command_answers_in_a_sentence_a_table_and_a_hint(
         (["--without", "1", "--worst", "3"], "--worst does not go with --without"),
         (["--without", "1", "--draws", "3"], "--draws does not go with --without"),
         (["--draws", "3", "--game", "absent"], "--game does not go with --draws"),
-        (["--from", "3"], "--from goes with --without only"),
+        (["--from", "3"], "--from: name the client to leave out"),
     ],
 )
 def test_what_cannot_be_asked_is_said_in_one_line(

@@ -8,25 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter, validators
 
 from fedstill.cli.app import Flag, Quiet, app, say
+from fedstill.cli.questions import refuse_strays
 from fedstill.files import in_shell
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fedstill.experiment.why.again import OnAgain, TakenUp
     from fedstill.experiment.why.falls import Moment
 
 Number = Annotated[int | None, Parameter(validator=validators.Number(gte=0))]
 RoundNumber = Annotated[int | None, Parameter(validator=validators.Number(gte=1))]
 RoundCount = Annotated[int, Parameter(validator=validators.Number(gte=1))]
-
-GOES_WITH = {
-    "--client": {"--round"},
-    "--without": {"--class", "--round", "--from", "--rounds", "--once"},
-    "--draws": {"--class", "--round"},
-    "": {"--class", "--round", "--worst", "--exact", "--game", "--open"},
-}
-"""Which options say more of a question; the empty one is the plain command."""
 
 
 @app.command(name="why")
@@ -71,13 +62,12 @@ def why_command(
         quiet: Say nothing of progress.
     """
     from fedstill.experiment.answering import numbered
-    from fedstill.experiment.run_directory import journal as journals
-    from fedstill.experiment.why.falls import all_falls, the_moment
+    from fedstill.experiment.why.falls import the_moment
 
-    given = {"--client": client is not None, "--without": without is not None, "--draws": bool(draws)}
-    given |= {"--class": class_ is not None, "--worst": worst > 1, "--exact": exact, "--game": game is not None}
-    given |= {"--from": from_ is not None, "--rounds": rounds is not None, "--once": once, "--open": open_}
-    _refuse_misfits([name for name, is_given in given.items() if is_given])
+    given = {"--client": client, "--without": without, "--draws": draws or None, "--class": class_, "--game": game}
+    given |= {"--from": from_, "--rounds": rounds, "--once": once or None, "--open": open_ or None}
+    given |= {"--worst": worst if worst > 1 else None, "--exact": exact or None}
+    refuse_strays([name for name, value in given.items() if value is not None])
     if not (directory / "journal.jsonl").is_file():
         return say(f"{directory} holds no run: it has no journal.jsonl", 2)
     if client is not None:
@@ -88,13 +78,20 @@ def why_command(
         return _without(directory, moment, without, from_ or moment.round, rounds or 5, once, quiet)
     if draws:
         return _draws(directory, moment, draws, quiet)
-    every = [moment] if worst == 1 else all_falls(journals.read_journal(directory / "journal.jsonl"))
     _say_if_none_fell(directory, moment, of, round_)
-    for one in [m for m in every if of in (None, m.of) and round_ in (None, m.round)][:worst]:
+    for one in [moment] if worst == 1 else _deepest(directory, of, round_)[:worst]:
         _tell(directory, one, exact, game, quiet)
     if open_:
         _open(directory)
     return 0
+
+
+def _deepest(directory: Path, of: int | None, round: int | None) -> list[Moment]:
+    from fedstill.experiment.run_directory.journal import read_journal
+    from fedstill.experiment.why.falls import all_falls
+
+    every = all_falls(read_journal(directory / "journal.jsonl"))
+    return [m for m in every if of in (None, m.of) and round in (None, m.round)]
 
 
 def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: int | None) -> None:
@@ -103,18 +100,6 @@ def _say_if_none_fell(directory: Path, deepest: Moment, of: int | None, round: i
 
     if said := why_said.none_fell(read_run(directory), deepest, of, round):
         terminal.tell(terminal.console(sentences=True), said)
-
-
-def _refuse_misfits(given: Sequence[str]) -> None:
-    """Raise ConfigError where an option does not go with what is asked."""
-    from fedstill.errors import ConfigError
-
-    asked = next((question for question in GOES_WITH if question in given), "")
-    misfits = [name for name in given if name != asked and name not in GOES_WITH[asked]]
-    if misfits and not asked:
-        raise ConfigError(f"{' and '.join(misfits)}: name the client to leave out as well, with --without")
-    if misfits:
-        raise ConfigError(f"{misfits[0]} does not go with {asked}")
 
 
 def _tell(directory: Path, moment: Moment, exact: bool, game: Literal["idle", "absent"] | None, quiet: bool) -> None:
