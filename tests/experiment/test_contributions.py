@@ -80,18 +80,21 @@ def test_other_topologies_have_a_part_for_each_link_stage_or_phase(
     assert {name.partition(" ")[0] if name.startswith("client") else name for name in told} == parts
 
 
-@pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, Room]:
-    """The last round of FedAvg, as a measure sees it."""
+def last_round(method: str, folder: Path) -> tuple[Happened, Room]:
+    """The last round of a method, as a measure sees it."""
     kept: list[tuple[Happened, Room]] = []
     plain = Contributions.look
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             Contributions, "look", lambda self, seen, room: kept.append((seen, room)) or plain(self, seen, room)
         )
-        place = tmp_path_factory.mktemp("looked") / "run"
-        fedstill.run(toys.toy(measure=("contributions",)), place, data=toys.blobs())
+        fedstill.run(toys.toy(method, measure=("contributions",)), folder, data=toys.blobs())
     return kept[-1]
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Happened, Room]:
+    return last_round("fedavg", tmp_path_factory.mktemp("looked") / "run")
 
 
 def with_replies(seen: Happened, room: Room, replies: list[Reply]) -> Happened:
@@ -123,6 +126,25 @@ def test_equal_replies_have_equal_shares_and_order_does_not_count(looked: tuple[
     for row, near in zip(exact["values"], told["values"], strict=True):
         assert row[0] == pytest.approx(row[1], abs=2e-6)
         assert near == pytest.approx(row, abs=0.12)
+
+
+@pytest.mark.parametrize(("method", "least"), [("fedavgm", 0.01), ("fedavg", 0.0)])
+def test_with_what_the_server_does_by_itself_contributions_sum_to_the_change(
+    method: str, least: float, tmp_path: Path
+) -> None:
+    seen, room = last_round(method, tmp_path / "run")
+    told = Contributions(classes=range(5)).look(seen, room)
+    assert told is not None
+    data = at_most(room.test, 100, 5)
+    worth = []
+    for state in (seen.before, seen.after):
+        right = (room.method.predictors(state, room.world)["global"](room.inputs.plain(data.values)) / 0.25).softmax(1)
+        worth.append([float(right[data.labels == c, c].double().mean()) for c in range(5)])
+    for at, c in enumerate(told["classes"]):
+        whole = sum(told["values"][at]) + told["nobody"][at]
+        assert whole == pytest.approx(worth[1][c] - worth[0][c], abs=told["gap"][at] + 1e-5)
+    assert max(map(abs, told["nobody"])) >= least
+    assert least or max(map(abs, told["nobody"])) < 1e-4
 
 
 def test_the_idle_game_keeps_the_weights_and_the_absent_one_does_not(looked: tuple[Happened, Room]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from fedstill.report import contributors
 from fedstill.report.figures import Style
 from fedstill.report.groups import groups
 from fedstill.report.page import page
-from fedstill.report.why_said import hint_of, points, sentence_of
+from fedstill.report.why_said import NOBODY, hint_of, lines_of, points, sentence_of
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,30 @@ def test_falls_are_of_the_global_model_where_clients_have_their_own_beside_it(tm
     assert falls
     moments = contributors._moments(compared[0].started[0])
     assert [(m.round, m.of, m.before, m.after) for m in sorted(moments, key=lambda m: (m.round, m.of))] == falls
+
+
+def test_what_a_server_with_momentum_does_by_itself_is_a_bar_and_a_row(tmp_path: Path) -> None:
+    often: dict[str, Any] = {"rounds": 4, "measure": ("contributions",), "measure_every": 1}
+    fedstill.run(toys.toy("fedavgm", **often, plan={"epochs": 3, "lr": 0.3}), tmp_path / "run", data=toys.blobs())
+    compared = groups([tmp_path / "run"])
+    section = contributors.contributors(compared, Style(compared))
+    assert section is not None
+    (variants,) = figures(section.text, "falls")
+    bars = [trace for variant in variants for trace in variant["data"] if NOBODY in trace["x"]]
+    assert bars
+    for trace in bars:
+        named = list(zip(trace["x"], trace["base"], trace["y"], strict=True))
+        steps = named[1 : trace["x"].index("rest") + 1]
+        assert steps[-2][0] == NOBODY
+        for (_, base, height), (_, then, _) in pairwise(steps):
+            assert base + height == pytest.approx(then, abs=2e-4)
+    without = told({"train": -0.5})
+    rows = lines_of(compared[0].started[0], replace(without, nobody=-0.2))[1]
+    assert [row[:2] for row in rows[-2:]] == [(NOBODY, "-20.0"), ("together", "-40.4")]
+    assert [row[:2] for row in lines_of(compared[0].started[0], without)[1][-2:]] == [
+        ("client 4", "+10.0"),
+        ("together", "-20.4"),
+    ]
 
 
 def test_what_was_found_out_later_is_on_the_page(tmp_path: Path) -> None:

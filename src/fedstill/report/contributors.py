@@ -12,7 +12,7 @@ from fedstill.report.heatmaps import absent_note, class_axis, class_names, heigh
 from fedstill.report.markup import Cell, Html, choice, figure, grid, html_table, labelled, section, sentence, slider
 from fedstill.report.measured import Look, looks, reading
 from fedstill.report.runs import Run
-from fedstill.report.why_said import points, sentence_of, who
+from fedstill.report.why_said import NOBODY, points, sentence_of, who
 
 MOMENTS = 10
 CHANGES = ((0.0, "#b2182b"), (0.25, "#ef8a62"), (0.5, "#f7f7f7"), (0.75, "#67a9cf"), (1.0, "#2166ac"))
@@ -141,6 +141,8 @@ def _fall(run: Run, moment: Moment) -> Figure:
         return {"data": [], "layout": layout(annotations=[absent_note(CALM)], showlegend=False, **NO_AXES)}
     before, after = told.moment.before, told.moment.after
     steps = [(who(run, c), v) for c, v in sorted(told.clients.items(), key=lambda pair: pair[1])]
+    if points(told.nobody) != "0.0":
+        steps.append((NOBODY, told.nobody))
     if steps:
         rest = ("rest", before + sum(v for _, v in steps), after - before - sum(v for _, v in steps), REST)
     bars = [("before", 0.0, before, WHOLE), *_running(before, steps), *([rest] if steps else [])]

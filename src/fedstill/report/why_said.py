@@ -21,6 +21,9 @@ FEW, MANY = 0.7, 1.4
 """From which share of the usual on a class was drawn rarely or often."""
 
 PARTS = {"local training": "local training", "averaging": "averaging"}
+NOBODY = "nobody: the server's own part"
+"""What the model would have done in the round had all of its clients been idle."""
+
 GAMES = {
     "idle": "the others idle: what changes if a client had changed nothing",
     "absent": "the others absent: what changes if a client had not replied",
@@ -99,7 +102,7 @@ def _most(run: Run, told: Told) -> str:
 
 
 def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The table: each client's contribution, and what it holds of the class. Head and rows."""
+    """The table: each client's contribution, what it holds of the class, and the server's own part. Head and rows."""
     holds: dict[int, tuple[int, ...]] = dict(told.had)
     if not holds and run.label_counts:
         holds = {c: (run.label_counts[c][told.moment.of], sum(run.label_counts[c])) for c in told.clients}
@@ -109,8 +112,10 @@ def lines_of(run: Run, told: Told) -> tuple[list[str], list[tuple[str, ...]]]:
     rows: list[tuple[str, ...]] = [
         (who(run, client), points(told.clients[client]), *map(str, holds.get(client, ()))) for client in ordered
     ]
+    whole = [(NOBODY, told.nobody)] if points(told.nobody) != "0.0" else []
     if told.clients:
-        rows.append(("together", points(sum(told.clients.values())), *("" for _ in about)))
+        whole.append(("together", sum(told.clients.values()) + told.nobody))
+    rows += [(name, points(value), *("" for _ in about)) for name, value in whole]
     return ["client", "contribution [points]", *about], rows
 
 

@@ -33,7 +33,7 @@ from fedstill.metrics.shapley import (
     moved_classes,
     two_ends,
 )
-from fedstill.records import SERVER, Examples, Reply, Tensors
+from fedstill.records import SERVER, Examples, Reply, State, Tensors
 from fedstill.registry import register
 
 EACH = 100
@@ -54,8 +54,9 @@ class Contributions(Measure):
 
     Of clients side by side: what the classes gained by local training and by averaging, which add up to the change; for
     classes that moved by 5 points or more, each client's contribution to it, an Aumann–Shapley value of the method's
-    own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25. In a chain: the change by link. Where
-    clients keep models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
+    own fold (``metrics/shapley.py``), in soft accuracy at temperature 0.25, and what the server does with nobody
+    (``nobody``: momentum, training of its own), which together make up the change. In a chain: the change by link.
+    Where clients keep models of their own: the clients' mean change by stage. On at most 100 test examples of a class.
     A contribution is a share of one round's change: no guilt, no forecast, not what leaving the client out would do.
     """
 
@@ -122,6 +123,7 @@ class Contributions(Measure):
         if not classes:
             return {"game": chosen, "classes": []}
         rule, divided = self._divided(game, judged, room, classes)
+        start = _worth(judged, seen.before, room, classes)
         return {
             "game": chosen,
             "rule": rule,
@@ -129,16 +131,14 @@ class Contributions(Measure):
             "classes": classes,
             "values": rounded_lists(divided.values.T, DIGITS),
             "gap": rounded_lists(divided.gap, DIGITS),
+            "nobody": rounded_lists(_worth(judged, game.state(()), room, classes) - start, DIGITS),
         }
 
     def _divided(self, game: StageGame, judged: Judged, room: Room, classes: Sequence[int]) -> tuple[str, Divided]:
         players = len(game.players)
 
         def value(coalition: tuple[int, ...]) -> Tensor:
-            state = game.state(coalition)
-            predict = global_model(room.method, state, room.world)
-            assert predict is not None
-            return judged.worth(predict, classes)
+            return _worth(judged, game.state(coalition), room, classes)
 
         if self.exactly and players <= MOST_EXACT:
             return "exact", exact(value, players)
@@ -167,6 +167,12 @@ def accuracies_of(predict: Any, data: Examples, room: Room) -> Tensor:
     """Class accuracies (C,) float64 of an answer; NaN for a class without test examples."""
     right = correct_by_class(predict, data, room.inputs, room.world.classes).double().cpu()
     return right / torch.bincount(data.labels.cpu(), minlength=room.world.classes)
+
+
+def _worth(judged: Judged, state: State, room: Room, classes: Sequence[int]) -> Tensor:
+    predict = global_model(room.method, state, room.world)
+    assert predict is not None
+    return judged.worth(predict, classes)
 
 
 def _by_class(room: Room, client: int, params: Tensors, data: Examples) -> Tensor:

@@ -122,6 +122,7 @@ class Told:
 
     ``parts``: how far each part of the round moved it, by name, in order; they sum to the change on the examples that
     were looked at. ``clients``: each client's contribution in soft accuracy, with what it may be off by (``error``).
+    ``nobody``: what the server changes in it when all clients are idle, by momentum for example.
     ``game``, ``rule``: how they were divided; empty where nobody was asked. ``drawn``: the class's share of the data of
     the round's clients over its share of what all clients have then; None where that is not known. ``had``: in a run
     with tasks, the task that each client was in, its examples of the class in it, and all of them.
@@ -135,6 +136,7 @@ class Told:
     rule: str
     drawn: float | None
     had: Mapping[int, tuple[int, int, int]] = field(default_factory=dict)
+    nobody: float = 0.0
 
 
 def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
@@ -151,10 +153,11 @@ def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
     if asked and not divided:
         return None
     clients: dict[int, float] = {}
-    error = 0.0
+    error = nobody = 0.0
     for look in divided:
         at = look["classes"].index(moment.of)
         gap = look["gap"][at]
+        nobody += look["nobody"][at] if "nobody" in look else 0.0
         error += gap if isinstance(gap, float) else max(gap)
         for client, value in zip(look["clients"], look["values"][at], strict=True):
             clients[client] = clients.get(client, 0.0) + value
@@ -166,4 +169,4 @@ def told_of(moment: Moment, looks: Sequence[Look]) -> Told | None:
     }
     first: Look = divided[0] if divided else {}
     shares = drawn[0] if drawn else None
-    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), shares, had)
+    return Told(moment, parts, clients, error, first.get("game", ""), first.get("rule", ""), shares, had, nobody)
