@@ -130,3 +130,13 @@ def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> 
     (tmp_path / "t.csv").write_text(f"a,b,label\n{rows}\n1e300,2,1\n")
     with pytest.raises(DataError, match=r"column 'a' holds 1e\+300, too large for a number of 32 bits"):
         load_dataset(str(tmp_path / "t.csv"))
+
+
+def test_a_rate_of_sgd_that_reaches_a_stage_of_adam_is_said() -> None:
+    data = _data([0, 1, 2, 3], [0, 1, 2, 3])
+    assert _said(data, method="ft_fedavg", plan={"train": {"optimiser": "sgd"}, "lr": 0.05}) == [
+        "plan.finetune.lr = 0.05 is for adam here, which has 0.001 by default; set plan.finetune.lr, or "
+        "plan.finetune.optimiser = 'sgd'"
+    ]
+    assert _said(data, method="ft_fedavg", plan={"lr": 0.005}) == []
+    assert _said(data, method="ft_fedavg", plan={"lr": 0.05, "optimiser": "sgd"}) == []

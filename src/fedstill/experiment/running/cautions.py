@@ -13,6 +13,11 @@ from fedstill.experiment.preparing.trial_pass import said_of_network
 
 log = logging.getLogger("fedstill.run")
 
+TOO_FAST = 10
+"""How many times a stage's own learning rate makes one doubtful where the optimiser is not SGD, as Adam is: ``[plan]``
+reaches every stage.
+"""
+
 NAMED = 5
 """The most classes that are named in one sentence."""
 
@@ -31,6 +36,10 @@ def cautions(prepared: Prepared) -> Iterator[str]:
         if plan.patience and not plan.validation:
             how = f"set plan.{stage}.validation, 0.1 say"
             yield f"plan.{stage}.patience = {plan.patience} does nothing without held-out data to score by; {how}"
+        own = prepared.settings.method.plans.get(stage, plan)
+        if plan.optimiser == own.optimiser != "sgd" and plan.lr >= TOO_FAST * own.lr:
+            how = f"set plan.{stage}.lr, or plan.{stage}.optimiser = 'sgd'"
+            yield f"plan.{stage}.lr = {plan.lr} is for {plan.optimiser} here, which has {own.lr} by default; {how}"
     if prepared.settings.on_sites:
         return
     yield from _of_names(prepared)
