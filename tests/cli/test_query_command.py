@@ -139,7 +139,7 @@ def test_a_bad_teacher_file_is_named(local: Path, lacking: tuple[int, int], tmp_
     refused(ConfigError, "knows 4 classes, the run has 10", path)
     wide = spec_for("logistic", (1, 9, 9), 10, {})
     save_model(path, wide, initial(wide, 0))
-    refused(ConfigError, r"takes images of \(1, 9, 9\)", path)
+    refused(ConfigError, r"takes examples of \(1, 9, 9\)", path)
     save_model(path, spec_for("resnext", (1, 8, 8), 10, {}), params)
     refused(UnknownName, "unknown model 'resnext'", path)
     save_model(path, good, {k: v[:1] for k, v in params.items()})

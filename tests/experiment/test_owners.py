@@ -222,5 +222,5 @@ def test_a_runs_directory_beside_the_config_is_not_taken_for_its_data(tmp_path: 
     for name in ("run", "data"):
         (tmp_path / name).mkdir()
     (tmp_path / "run" / "journal.jsonl").touch()
-    assert resolved_data_name("run", tmp_path) == "run"
-    assert resolved_data_name("data", tmp_path) == str(tmp_path / "data")
+    assert resolved_data_name("run", tmp_path, "data.name") == "run"
+    assert resolved_data_name("data", tmp_path, "data.name") == str(tmp_path / "data")

@@ -27,7 +27,7 @@ from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.provenance import software
 from fedstill.experiment.running.runner import resume, run
 from fedstill.report.groups import groups
-from run_bits import before_round_1
+from run_bits import before_round_1, resealed
 
 BEFORE = Path(__file__).parent / "begun_before"
 CONFIGS = [json.loads(line) for line in (BEFORE / "configs.jsonl").read_text().splitlines()]
@@ -89,11 +89,11 @@ def test_a_comparison_begun_before_goes_on_and_its_runs_stay_one_group(tmp_path:
     for one in (begun, now):
         run(one.experiment, one.folder)
     path = begun.folder / "config.toml"
-    path.write_text(path.read_text().replace('failures = "stop"\n', ""))
+    resealed(begun.folder, path.read_text().replace('failures = "stop"\n', ""))
     assert other_settings(begun) == other_settings(now) == []
     (group,) = groups([tmp_path])
     assert (group.label, group.seeds) == ("fedavg", [1, 2])
-    path.write_text(path.read_text().replace("quorum = 0.5", "quorum = 0.7"))
+    resealed(begun.folder, path.read_text().replace("quorum = 0.5", "quorum = 0.7"))
     assert other_settings(begun) == ["clients.quorum"]
 
 

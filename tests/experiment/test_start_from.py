@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import resume, run
+from fedstill.files import digest
 from fedstill.report.groups import groups
 from run_bits import assert_same_bits, bits, stopped
 
@@ -52,13 +54,16 @@ def test_it_starts_with_the_other_runs_last_model(first: Path, tmp_path: Path) -
 def test_it_resumes_to_the_same_bits_and_from_the_same_model_only(first: Path, tmp_path: Path) -> None:
     run(going_on(first), tmp_path / "whole", data=toys.blobs())
     other = stopped(going_on(first), tmp_path / "stopped", 1)
-    kept = (first / "model.safetensors").read_bytes()
-    (first / "model.safetensors").write_bytes(
-        safetensors.torch.save({k: v + 1 for k, v in safetensors.torch.load(kept).items()})
-    )
+    kept = [(path, path.read_bytes()) for path in (first / "model.safetensors", first / "summary.json")]
+    again = safetensors.torch.save({k: v + 1 for k, v in safetensors.torch.load(kept[0][1]).items()})
+    (first / "model.safetensors").write_bytes(again)
+    with pytest.raises(CorruptFile, match="its SHA-256 is not the one in summary"):
+        resume(other, data=toys.blobs())
+    (first / "summary.json").write_text(json.dumps(json.loads(kept[1][1]) | {"model_sha256": digest(again)}))
     with pytest.raises(CorruptFile, match="another model than when the run was started"):
         resume(other, data=toys.blobs())
-    (first / "model.safetensors").write_bytes(kept)
+    for path, was in kept:
+        path.write_bytes(was)
     resume(other, data=toys.blobs())
     assert_same_bits(bits(other), bits(tmp_path / "whole"))
 

@@ -13,6 +13,7 @@ from fedstill.report import data_split, series
 from fedstill.report.groups import differing, groups, split_of
 from fedstill.report.numbers import COLUMNS
 from fedstill.report.summary import columns, rows
+from run_bits import resealed
 
 
 def summaries(folder: Path, *names: str) -> list[dict[str, float]]:
@@ -64,8 +65,10 @@ def test_a_second_run_of_a_seed_is_left_out(some_runs: Path) -> None:
 
 
 def test_labels_name_what_differs_within_a_method(some_runs: Path) -> None:
-    edit(some_runs / "avg8" / "config.toml", "alpha = 1.0", "alpha = 0.5")
-    edit(some_runs / "avg8" / "config.toml", "lr = 0.2", "lr = 0.1")
+    text = (some_runs / "avg8" / "config.toml").read_text()
+    assert "alpha = 1.0" in text
+    assert "lr = 0.2" in text
+    resealed(some_runs / "avg8", text.replace("alpha = 1.0", "alpha = 0.5").replace("lr = 0.2", "lr = 0.1"))
     assert [g.label for g in groups([some_runs])][:2] == ["fedavg, alpha=1.0, lr=0.2", "fedavg, alpha=0.5, lr=0.1"]
 
 

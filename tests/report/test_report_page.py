@@ -22,6 +22,7 @@ from fedstill.report.markup import as_json
 from fedstill.report.numbers import Spread
 from fedstill.report.page import write_page
 from fedstill.report.series import Series
+from run_bits import resealed
 
 NASTY = "<script>alert(1)</script>"
 
@@ -169,8 +170,8 @@ def test_other_classes_and_rounds_stand_side_by_side(some_runs: Path, tmp_path: 
 
 def test_names_are_escaped(some_runs: Path, tmp_path: Path) -> None:
     for name in ("avg7", "avg8"):
-        path = some_runs / name / "config.toml"
-        path.write_text(path.read_text().replace('name = "fedavg"', f"name = '{NASTY}'"))
+        text = (some_runs / name / "config.toml").read_text()
+        resealed(some_runs / name, text.replace('name = "fedavg"', f"name = '{NASTY}'"))
     assert NASTY not in page_of(some_runs, tmp_path)
     assert "</script" not in as_json([NASTY])
 
@@ -184,6 +185,8 @@ def test_measures_that_are_null_are_left_out(some_runs: Path, tmp_path: Path) ->
             event.pop("in_local_accuracy", None)
             event.pop("out_local_accuracy", None)
     path.write_text("".join(json.dumps(e) + "\n" for e in lines))
+    summary = path.with_name("summary.json")
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"accuracy": None}))
     text = write_page([some_runs / "avg7"], tmp_path / "report.html").read_text()
     assert sections(text) == ["results", "split", "cost", "settings"]
 

@@ -19,7 +19,7 @@ from fedstill.experiment.on_flower.submitted import elsewhere, refuse_calls, sub
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.experiment.progress import OnRound, Progress, Quiet
 from fedstill.experiment.run_directory.begun import refuse_changed, refuse_lost, settings_of
-from fedstill.experiment.run_directory.claim import locked, new_directory, refuse_used
+from fedstill.experiment.run_directory.claim import HOLDER, locked, new_directory, refuse_used
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.split_file import begun_split
 from fedstill.experiment.running.begun_sums import begun_sums
@@ -115,7 +115,8 @@ def resume(
         refuse_calls(on_round, track)
         return submit(settings, folder, True, watch or Quiet())
     trackers = wanted(track)
-    if (folder / "summary.json").is_file() and not behind(folder, settings, trackers):
+    done = (folder / "summary.json").is_file() and not (folder / HOLDER).exists()  # which one that was killed leaves
+    if done and not behind(folder, settings, trackers):
         return Result.of(folder)  # nothing is written, so that the folder may be read only
     with locked(folder):
         if (folder / "summary.json").is_file():
