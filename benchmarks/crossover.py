@@ -1,6 +1,7 @@
 """Where stacking clients stops paying: stages of the vectorised and the pooled engine in turn, steps small to large.
 
-``python -m benchmarks.crossover`` prints what ``fedstill.engines.cost.CROSSOVER`` is taken from.
+``python -m benchmarks.crossover`` prints what ``fedstill.engines.cost.CROSSOVER`` is taken from; with ``--device
+cuda``, the same of a card.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import time
 from contextlib import closing
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.workloads import Workload
+from fedstill.engines.cores import cores
 from fedstill.engines.serial import SerialEngine
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.engine_choice import stages
@@ -32,7 +35,7 @@ MODELS: tuple[tuple[str, tuple[int, int, int], dict[str, Any]], ...] = (
 )
 
 
-def measured(clients: int, pairs: int) -> list[tuple[str, int, float, list[float], list[float]]]:
+def measured(clients: int, pairs: int, device: str) -> list[tuple[str, int, float, list[float], list[float]]]:
     """(network, batch, MFLOP in a client's step, seconds of pooled stages, of vectorised ones), by MFLOP."""
     out = []
     for label, shape, model in MODELS:
@@ -40,7 +43,8 @@ def measured(clients: int, pairs: int) -> list[tuple[str, int, float, list[float
             plan = {"epochs": 1, "batch": batch, "lr": 0.01, "momentum": 0.9}
             work = Workload("crossover", label, clients, clients, 2 * batch, shape, model, plan)
             data = work.dataset()
-            ready = [prepare(settle(work.experiment("fedavg", engine=e)), data) for e in ("pooled", "vectorised")]
+            asked = [work.experiment("fedavg", engine=e, device=device) for e in ("pooled", "vectorised")]
+            ready = [prepare(settle(one), data) for one in asked]
             size = max(w.flops for w in stages(ready[0].settings, ready[0].world, clients * work.images)) / 1e6
             pooled, vectorised = in_turn(ready, pairs)
             out.append((f"{label}, {'x'.join(map(str, shape))}", batch, size, pooled, vectorised))
@@ -65,10 +69,16 @@ def stage_seconds(engine: SerialEngine, ready: Prepared) -> float:
     downs = {c: Payload(params=state.params) for c in stage.clients}
     began = time.perf_counter()
     replies = engine.run(method.work(stage), stage, downs, 0)
+    if ready.settings.device == "cuda":
+        torch.cuda.synchronize()
     took = time.perf_counter() - began
     if any(r.failure for r in replies):
         raise SystemExit(replies[0].failure)
     return took
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else f"{cores()} cores"
 
 
 def main() -> None:
@@ -76,11 +86,14 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--clients", type=int, default=16)
     options.add_argument("--pairs", type=int, default=5)
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     given = options.parse_args()
-    table = Table(title=f"{given.clients} clients, two steps each, {given.pairs} pairs of stages")
+    table = Table(
+        title=f"On {_name(given.device)}: {given.clients} clients, two steps each, {given.pairs} pairs of stages"
+    )
     for name in ("network, images", "batch", "MFLOP a step", "pooled, s", "vectorised, s", "times as fast (min-max)"):
         table.add_column(name, justify="left" if name.startswith("network") else "right")
-    for label, batch, size, pooled, vectorised in measured(given.clients, given.pairs):
+    for label, batch, size, pooled, vectorised in measured(given.clients, given.pairs, given.device):
         ratios = [a / b for a, b in zip(pooled, vectorised, strict=True)]
         shown = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
         middle = [f"{statistics.median(v):.3f}" for v in (pooled, vectorised)]

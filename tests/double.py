@@ -28,7 +28,9 @@ class Wide(Inputs):
     def plain(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:  # inputs already: numbers, or token ids
             return images.double() if images.is_floating_point() else images
-        shift, scale = (torch.tensor(v, dtype=torch.float64).view(-1, 1, 1) for v in (self.mean, self.std))
+        shift, scale = (
+            torch.tensor(v, dtype=torch.float64, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std)
+        )
         return (images.double() / 255 - shift) / scale
 
     def trained_on(self, images: Tensor, generator: torch.Generator) -> Tensor:

@@ -41,6 +41,8 @@ from fedstill.work import ClientWork
 CLASSES, SIDE = 5, 4
 THREADS = int(os.environ.get("FEDSTILL_TEST_THREADS", "1"))
 """Torch threads in tests and in their runs; ``make grid`` varies them."""
+DEVICE = os.environ.get("FEDSTILL_TEST_DEVICE", "cpu")
+"""Where the toy experiments train; with ``cuda`` the suite is a test of that device."""
 
 SHORT = Plan(epochs=2, batch=10, lr=0.1, momentum=0.9)
 
@@ -87,6 +89,7 @@ def toy(method: object = "fedavg", **changes: object) -> Experiment:
         "rounds": 3,
         "seed": 7,
         "threads": (THREADS, THREADS),
+        "device": DEVICE,
         "reuse": False,
         "measure_every": 2,
         "model": {"name": "mlp", "hidden": (8,)},

@@ -104,8 +104,11 @@ class Step(Protocol):
     y: Tensor  # (B,) int64
     index: Tensor  # (B,) int64, positions in the site's data
     mask: Tensor  # (B,) float, 1 for real examples and 0 for padding
-    epoch: int
     params: Tensors  # the parameters in training, for penalties
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0."""
 
     def logits(self, raw: bool = False) -> Tensor:
         """The student's logits (B, C); -1e4 for outputs that take no part in training, unless ``raw``."""

@@ -87,6 +87,8 @@ def test_a_client_that_writes_into_what_it_was_sent_ends_the_run(
 ) -> None:
     if (engine, where) == ("vectorised", "terms"):
         pytest.skip("there clients have what they were sent stacked, each its own")
+    if (toys.DEVICE, where) == ("cuda", "terms"):
+        pytest.skip("there training has a copy of its own, on the card")
     experiment = toys.toy(Writing(where=where), engine=engine, clients={"failures": failures})
     who = r"Written\.begin" if where == "begin" else "Written"
     line = rf"^{who} writes into params\.\S+ at client \d, which others share: make a new tensor"

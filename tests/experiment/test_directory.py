@@ -317,7 +317,7 @@ def test_a_resume_with_other_versions_is_said_and_noted(
     folder = stopped(SETTINGS["parallel"], tmp_path / "run", 1)
     here = provenance.software()
     with monkeypatch.context() as later:
-        later.setattr(provenance, "software", lambda: {**here, "torch": "9.0", "fedstill": "8.0"})
+        later.setattr(provenance, "software", lambda device: {**here, "torch": "9.0", "fedstill": "8.0"})
         with pytest.raises(Interrupted):
             resume(folder, toys.blobs(), StopAfter(1))
         (line,) = (r.getMessage() for r in caplog.records if r.name == "fedstill.resume")

@@ -56,7 +56,7 @@ class Sent:
 def normal(ready: Prepared, images: Tensor) -> Tensor:
     """Images as inputs in float64."""
     mean, std = (np.reshape(v, (-1, 1, 1)) for v in (ready.dataset.mean, ready.dataset.std))
-    return torch.from_numpy((images.numpy() / 255 - mean) / std)
+    return torch.from_numpy((images.cpu().numpy() / 255 - mean) / std)
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Federation:
 
     def data(self, client: int) -> tuple[Tensor, Tensor]:
         part, train = self.ready.sites.parts[client], self.ready.sites.train
-        return self.inputs(train.values[part]), train.labels[part]
+        return self.inputs(train.values[part]), train.labels[part].cpu()
 
     def inputs(self, images: Tensor) -> Tensor:
         return normal(self.ready, images)

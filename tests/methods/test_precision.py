@@ -115,8 +115,10 @@ def test_what_a_device_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_products_are_rounded_where_that_was_asked_for() -> None:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    def rounded_ones() -> tuple[bool, bool]:
+        return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
     for kind in ("tf32", "fp32", "bf16"):
-        precision.set_products(kind)
-        assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == (kind == "tf32")
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        with precision.products(kind):
+            assert rounded_ones() == (kind == "tf32",) * 2
+        assert rounded_ones() == (False, False)

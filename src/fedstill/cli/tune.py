@@ -56,7 +56,8 @@ def tune_command(
     from fedstill.report import terminal, tuned
     from fedstill.report.following_several import followed_runs
 
-    folder, count = out or new_folder("tune"), jobs or compared.jobs_that_fit()
+    folder, experiment = out or new_folder("tune"), load(config, set_)
+    count = jobs or compared.jobs_that_fit(experiment.device)
     before: list[Outcome] = []
     with claimed(folder), followed_runs(quiet, trials * len(seeds)) as shown:
 
@@ -64,7 +65,7 @@ def tune_command(
             before.extend(ended := compared.carry_out_runs(runs, count, lambda now: shown.show([*before, *now])))
             return ended
 
-        tuning = Tuning(load(config, set_), parse_space(space), seeds, folder, do, goal)
+        tuning = Tuning(experiment, parse_space(space), seeds, folder, do, goal)
         for _ in tuning.run(trials):
             tuned.write_tuning_page(tuning, folder / "tuning.html")
     screen = terminal.console()

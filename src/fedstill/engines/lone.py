@@ -30,7 +30,10 @@ class LoneClient:
         self.view, self.how = view, how
         (self.examples,) = examples_by_client([carry], [view], how.stage)
         self.device = self.examples.values.device
-        there = {name: on_device(getattr(carry, name), self.device) for name in ("teachers", "constants", "head")}
+        there = {
+            name: on_device(getattr(carry, name), self.device)
+            for name in ("params", "teachers", "constants", "head", "trace")
+        }
         self.carry: Carry = replace(carry, **there)
         self.params = {k: channels_last(v.detach().to(self.device, copy=True)) for k, v in carry.params.items()}
         self.trace: Tensors = {k: v.to(self.device, copy=True) for k, v in carry.trace.items()}

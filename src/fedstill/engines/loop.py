@@ -7,18 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedstill import trees
 from fedstill.data.inputs import Inputs
-from fedstill.engines.how import How, as_carried, stage_generator
+from fedstill.engines.how import How, as_carried, stage_examples, stage_generator
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
 from fedstill.engines.private import Private, example_gradients, noised_mean
+from fedstill.engines.recorded import Recorder, is_wanted, on_own_stream
 from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
@@ -65,7 +67,8 @@ def train(
     draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
     with drawing_from(draws) if draws_random_numbers(view.model) else nullcontext():
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
-        (trained,) = _Training(work, LoneClient(carry, view, how)).run()
+        with on_own_stream(stage_examples(view, stage).labels.device):
+            (trained,) = _Training(work, LoneClient(carry, view, how)).run()
     return trained
 
 
@@ -104,6 +107,7 @@ class _Training:
         self.adjusts = type(work).adjust is not ClientWork.adjust
         self.looks = type(work).lookahead is not ClientWork.lookahead
         self.ascends = type(work).ascend is not ClientWork.ascend
+        self.recorder = self._recorder()
 
     def run(self) -> list[Trained]:
         best, batch = BestEpoch(self.plan), None
@@ -112,6 +116,7 @@ class _Training:
             self.keep(batch)
             if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
+        self.recorder = None  # it may not be left to the collector of garbage, which comes while others record
         params = best.params if best.params and self.plan.keep == "best" else self.params
         split = [self.clients.copies(tree) for tree in (params, self.trace)]
         done = batch.done if batch else [(0, 0)] * len(split[0])
@@ -131,11 +136,28 @@ class _Training:
     def step(self, batch: Batch) -> None:
         """One step of every client that still trains; nothing here waits for a number from the device."""
         x, y = self.clients.inputs(batch)
-        of = (x, y, batch.index, batch.rows, batch.mask, batch.epoch)
-        params, at = self.params, self.leaves
         if self.private is not None:
             self._step_privately(batch, (x, y, batch.index, batch.rows), self.private)
             return
+        of = (x, y, batch.index, batch.rows, batch.mask, batch.epoch)
+        self.sums.add(self.recorder(of) if self.recorder else self._moved(of, batch.running), batch)
+
+    def _recorder(self) -> Recorder | None:
+        """What records steps, of one client on a card; ``settle`` makes its trace anew in each."""
+        clients, plan = self.clients, self.plan
+        if not isinstance(clients, LoneClient) or self.private or self.settles or not is_wanted(clients.device):
+            return None
+        whole, all_ = len(clients.examples) // plan.batch, -(-len(clients.examples) // plan.batch)
+        steps = (plan.steps * whole // max(all_, 1) if plan.steps else plan.epochs * whole, whole)
+        return Recorder(self._moved, self._state, self.networks.asked, plan.batch, steps)
+
+    def _state(self) -> list[Tensor]:
+        """What a step changes, in place."""
+        return [*self.params.values(), *self.optimiser.state()]
+
+    def _moved(self, of: tuple[Any, ...], running: Tensor | None = None) -> dict[str, Tensor]:
+        """The terms at a batch; what is trained is moved by their gradient."""
+        params, at = self.params, self.leaves
         if self.looks:
             first = partial(self._objective, self.work.ascend) if self.ascends else None
             params, at = looked_ahead(self.work, self.clients, params, at, first, of)
@@ -144,11 +166,11 @@ class _Training:
             raise bad_return(self.work.terms, DETACHED)
         for name, leaf in self.leaves.items():
             leaf.grad = at[name].grad
-        if batch.running is None:
+        if running is None:
             self._move()
         else:
-            self._move_only(batch.running)
-        self.sums.add(terms, batch)
+            self._move_only(running)
+        return terms
 
     def _step_privately(self, batch: Batch, seen: tuple[Tensor, Tensor, Tensor, Tensor], how: Private) -> None:
         """One step of one client, on noised gradients."""

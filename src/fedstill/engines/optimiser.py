@@ -24,6 +24,9 @@ class Optimiser(Protocol):
     def step(self) -> None:
         """One update; a leaf without gradient stays as it is."""
 
+    def state(self) -> list[Tensor]:
+        """What it keeps from step to step."""
+
 
 def optimiser(plan: Plan, leaves: Sequence[Tensor], lr: float) -> Optimiser:
     """The optimiser that a plan names, with empty state."""
@@ -36,6 +39,10 @@ class Sgd:
     def __init__(self, plan: Plan, leaves: Sequence[Tensor], lr: float) -> None:
         self.plan, self.leaves, self.lr = plan, list(leaves), lr
         self.momentum: list[Tensor | None] = [None] * len(self.leaves)
+
+    def state(self) -> list[Tensor]:
+        """The momentum of leaves that have been moved."""
+        return [v for v in self.momentum if v is not None]
 
     @torch.no_grad()
     def step(self) -> None:
@@ -70,6 +77,10 @@ class Adam:
         self.first = [torch.zeros_like(leaf) for leaf in self.leaves]
         self.second = [torch.zeros_like(leaf) for leaf in self.leaves]
         self.steps = [torch.zeros((), device=leaf.device) for leaf in self.leaves]
+
+    def state(self) -> list[Tensor]:
+        """Means, mean squares and counts."""
+        return [*self.first, *self.second, *self.steps]
 
     @torch.no_grad()
     def step(self) -> None:

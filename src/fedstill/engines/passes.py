@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.cores import side_by_side
@@ -66,12 +67,14 @@ class ModelPasses:
         names = contract.trainable_names(self.model)
         order = torch.randperm(len(examples), generator=generator(0))
         varied = None if seed is None else generator(seed)
+        device = examples.values.device
+        there = {k: channels_last(v.detach().to(device)) for k, v in params.items()}
         for index in torch.split(order, batch):
-            on_device = {k: channels_last(v.detach().to(examples.values.device, copy=True)) for k, v in params.items()}
-            leaves = {k: v.requires_grad_(k in names) for k, v in on_device.items()}
+            leaves = {k: v.clone().requires_grad_(k in names) for k, v in there.items()}
             values = examples.values[index]
             x = channels_last(self.inputs.trained_on(values, varied) if varied else self.inputs.plain(values))
-            loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
+            with _backward_of(m, device):
+                loss(contract.forward(m, leaves, x), examples.labels[index]).mean().backward()
             grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items() if k in names}
             yield on_cpu(grads)
 
@@ -96,6 +99,13 @@ class ModelPasses:
             return torch.cat(out)
         spec = model or self.model
         return torch.zeros(0, contract.width(spec) if run is contract.features else spec.classes)
+
+
+def _backward_of(m: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
+    """cuDNN knows no backward pass of recurrent layers in a network that is only evaluated: torch's own does it."""
+    if device.type != "cuda" or not any(isinstance(layer, nn.RNNBase) for layer in m.modules()):
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=False, deterministic=True, allow_tf32=False)
 
 
 def by_shard(act: Callable[[Tensor], T], predict: Predict, data: Examples, inputs: Inputs, workers: int = 1) -> list[T]:

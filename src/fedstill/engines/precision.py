@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, ParamSpec, TypeVar
 
 import torch
+import torch.utils.deterministic
 from torch import Tensor
 
 from fedstill.errors import ConfigError
@@ -60,10 +63,45 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
     return in_bfloat16
 
 
-def set_products(precision: Precision) -> None:
-    """Let a CUDA device round products to TensorFloat-32, or forbid it; process-wide, like torch's setting."""
-    torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+@contextmanager
+def products(precision: Precision) -> Iterator[None]:
+    """Meanwhile a CUDA device rounds products to TensorFloat-32, if that is the precision; before and after, not.
+
+    The setting is the process's, like torch's: on a card clients train one after another.
+    """
+    try:
+        _round_products(precision == "tf32")
+        yield
+    finally:
+        _round_products(False)
+
+
+def steady(device: str) -> None:
+    """Have a CUDA device compute the same bits each time, in float32; process-wide. Of the CPU nothing is changed.
+
+    An operation that torch has in one way alone, whose bits are not the same each time, warns.
+    """
+    if device != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    _round_products(False)
+
+
+def card_named(device: str) -> str:
+    """A CUDA device's name, with the versions of what computes on it; empty for the CPU."""
+    if device != "cuda":
+        return ""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}, cuDNN {cudnn})"
+
+
+def _round_products(on: bool) -> None:
+    torch.backends.cudnn.allow_tf32 = on
+    torch.backends.cuda.matmul.allow_tf32 = on
 
 
 def _floats(value: T) -> T:

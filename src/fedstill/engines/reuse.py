@@ -27,6 +27,7 @@ from filelock import FileLock
 from fedstill import registry
 from fedstill.beside import files_of
 from fedstill.data.examples import examples_digest
+from fedstill.engines.precision import card_named
 from fedstill.errors import BadPayload, DiskFull
 from fedstill.files import digest, write_whole
 from fedstill.records import Payload, Plan, Reply, Stage, View
@@ -102,13 +103,14 @@ def _tell_of(folder: Path, why: str) -> None:
 def key_of(work: ClientWork, stage: Stage, view: View, plan: Plan | None, seed: int, sent: Payload, *more: Any) -> str:
     """The key of a client's reply in a stage, as hexadecimal; ``more``: whatever else it depends on, as text."""
     own: dict[str, str] = {f.name: repr(getattr(work, f.name)) for f in fields(work)} if is_dataclass(work) else {}
+    there = view.data.values.device
     known = {
         "stage": [stage.round, stage.index, stage.name, stage.view, view.client, seed],
         "work": [class_identity(type(work)), own],
         "model": [repr(view.model), _source(registry.lookup("model", view.model.name).target)],
         "plan": asdict(plan) if plan else None,
         "machine": [torch.__version__, platform.machine(), torch.backends.cpu.get_cpu_capability(), _library()],
-        "device": str(view.data.values.device),
+        "device": str(there) + (f" {card_named(there.type)}" if there.type == "cuda" else ""),
         "more": [str(m) for m in more],
     }
     sum_ = hashlib.sha256(json.dumps(known, sort_keys=True).encode())

@@ -19,7 +19,7 @@ from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.lent import Lent
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
-from fedstill.engines.precision import Precision, set_products
+from fedstill.engines.precision import Precision, products
 from fedstill.engines.private import Private
 from fedstill.engines.returned import carry_of, journal_fields, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
@@ -36,6 +36,9 @@ from fedstill.wire.reports import OWN
 from fedstill.work import ClientWork
 
 log = logging.getLogger("fedstill.engine")
+
+CARD_FAILED = (torch.cuda.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.cuda.OutOfMemoryError))
+"""A card without memory, and one that computes nothing more: what else was going on decides when, not the client."""
 
 
 class Sites(Protocol):
@@ -114,8 +117,6 @@ class SerialEngine:
     def _set_up(self, stage: Stage) -> None:
         keep_freed()
         torch.set_num_threads(self.threads[1] if len(stage.clients) == 1 else self.threads[0])
-        torch.backends.cudnn.deterministic = True
-        set_products(self.precision)
 
     def _alone(self, work: ClientWork, stage: Stage, client: int, down: Payload, seed: int) -> Reply:
         """A client's reply; what its work draws from torch's global generators is drawn by key."""
@@ -134,13 +135,13 @@ class SerialEngine:
     def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
         """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
 
-        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. If it ``stops``, raises
-        ClientFailed.
+        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. If it ``stops``, or the card
+        failed and not the client, raises ClientFailed.
         """
         if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
         why = reason(error, work)
-        if self.stops:
+        if self.stops or isinstance(error, CARD_FAILED):
             raise ClientFailed(place(stage), clients, why) from error
         log.debug("clients %s failed", clients, exc_info=error)
         return [Reply(client, NOTHING, 0, {}, stage.round, stage.index, failure=why) for client in clients]
@@ -186,7 +187,9 @@ class SerialEngine:
         within = self.world.stream.within(stage.round)
         own = view.client != SERVER and stage.view == "private"
         private = Private.of(self.privacy, self.secret) if own else None
-        trained = train(work, begun.carry, plan, stage, view, inputs, seed, self.precision, by_epoch, within, private)
+        how = (self.precision, by_epoch, within, private)
+        with products(self.precision):
+            trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:

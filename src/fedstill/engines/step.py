@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -56,6 +56,7 @@ class Networks:
     """What a step runs: the student's module, and teachers, whose outputs may be known already.
 
     ``now``: runs teachers on a batch; None under ``vmap``, where they are run here, for each client of the stack.
+    ``asked``: what objectives have asked of a step beside its tensors: its epoch.
     """
 
     spec: ModelSpec
@@ -64,6 +65,7 @@ class Networks:
     precision: Precision
     device: torch.device
     now: Now | None = None
+    asked: set[str] = field(default_factory=set)
 
     def teacher(self, carry: Carry, name: str, what: str, x: Tensor, rows: Tensor) -> Tensor:
         """Logits or features of a frozen teacher for one batch; raises BadPayload for one that is not in the carry."""
@@ -101,11 +103,17 @@ class Seen:
         epoch: int,
     ) -> None:
         self._networks, self._carry, self._rows, self._mask = networks, carry, rows, mask
-        self.params, self.x, self.y, self.index, self.epoch = params, x, y, index, epoch
+        self.params, self.x, self.y, self.index, self._epoch = params, x, y, index, epoch
         self.mask = torch.ones(len(y), device=y.device) if mask is None else mask
         self._logits: Tensor | None = None
         self._features: Tensor | None = None
         self._levels: dict[str, Tensor] = {}
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0; a recording of the step then holds for it alone."""
+        self._networks.asked.add("epoch")
+        return self._epoch
 
     def logits(self, raw: bool = False) -> Tensor:
         if self._logits is None:

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.files import short_name
-from fedstill.keys import put_aside, seed_global
+from fedstill.keys import put_aside
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
@@ -38,14 +38,15 @@ _modules = threading.local()
 
 
 def build(spec: ModelSpec) -> nn.Module:
-    """A new module of a spec; its initial weights come from torch's process-wide generator.
+    """A new module of a spec, on the CPU; its initial weights come from torch's process-wide generator.
 
     Raises ConfigError if the model cannot be built for this input shape and class count.
     """
     refuse_other_inputs(registry.lookup("model", spec.name).target, spec)
     made = built(spec.name, spec, dict(spec.fields))
     made = with_widths(made, spec.widths) if spec.widths else made
-    return put_in(with_additions(made, spec) if spec.adds else made, spec)
+    whole: nn.Module = put_in(with_additions(made, spec) if spec.adds else made, spec)
+    return whole.cpu()
 
 
 def built(name: str, spec: ModelSpec, fields: Mapping[str, Any]) -> nn.Module:
@@ -90,7 +91,7 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
     with put_aside():
-        seed_global(seed)
+        torch.default_generator.manual_seed(seed)  # a card's is left alone: weights are drawn on the CPU
         made = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, made).items()}
 

@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from fedstill.errors import ConfigError
+from fedstill.experiment.run_directory.journal import VERSIONS
 from fedstill.files import as_named
 from fedstill.report import sections
 from fedstill.report.asked import asked, noise_probes
@@ -114,10 +115,7 @@ def _head(compared: Sequence[Group]) -> Html:
     seeds = sorted({r.seed for r in runs})
     unfinished = sum(not r.finished for r in runs)
     written = datetime.fromtimestamp(max(r.written for r in runs))
-    versions = {
-        name: ", ".join(sorted({version for r in runs for version in r.versions(name)}))
-        for name in ("fedstill", "torch", "numpy", "python")
-    }
+    versions = {name: ", ".join(sorted({version for r in runs for version in r.versions(name)})) for name in VERSIONS}
     pairs = {
         "data": _every(compared, "data.name"),
         "split": ", ".join(dict.fromkeys(split_of(g.settings) for g in compared)),

@@ -68,7 +68,7 @@ class Run:
         return [str(name) for name in self.start.get("classes", [])]
 
     def versions(self, name: str) -> list[str]:
-        """The versions of fedstill, torch, numpy or Python that it was run with, in order."""
+        """The versions of fedstill, torch, numpy or Python that it was run with, or the cards, in order."""
         events = [self.start, *(event["versions"] for event in self.resumed)]
         return [str(event[name]) for event in events if name in event]
 

@@ -77,8 +77,9 @@ def followed_outcomes(
     track: Sequence[str] = (),
 ) -> list[Outcome]:
     """Do the runs, and show how far they are unless ``quiet``."""
+    device = "cuda" if any(v.settings.device == "cuda" for v in runs) else "cpu"
     with followed_runs(quiet) as shown:
-        return carry_out_runs(runs, jobs or jobs_that_fit(), shown.show, debug, overwrite, track)
+        return carry_out_runs(runs, jobs or jobs_that_fit(device), shown.show, debug, overwrite, track)
 
 
 def begun_of(runs: Sequence[Variant], outcomes: Sequence[Outcome]) -> list[Path]:

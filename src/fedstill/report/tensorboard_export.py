@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fedstill.errors import ConfigError
-from fedstill.experiment.run_directory.journal import read_journal
+from fedstill.experiment.run_directory.journal import VERSIONS, read_journal
 from fedstill.experiment.tracking.round_numbers import RoundNumbers
 from fedstill.experiment.tracking.tensorboard_files import TensorBoard
 from fedstill.experiment.tracking.tracker import AboutRun, Tracker
@@ -43,7 +43,8 @@ def export(directories: Sequence[Path], out: Path, tracker: Callable[[Path], Tra
 
 
 def _tell(run: Run, name: str, tracker: Tracker) -> None:
-    versions = {key: ", ".join(run.versions(key)) for key in ("fedstill", "torch", "numpy", "python")}
+    said = {key: ", ".join(run.versions(key)) for key in VERSIONS}
+    versions = {key: versions for key, versions in said.items() if versions}
     tracker.ready()
     tracker.begin(AboutRun(run.folder, name, name, run.seed, run.settings, versions), {}, -1)
     gathered = RoundNumbers()

@@ -90,13 +90,13 @@ def _settled(experiment: Experiment) -> Settings:
         topology=with_tasks(named_topology.build(), method, named_stream.name, stream),
         origins=experiment.origins,
     )
-    _refuse_contradictions(settings)
+    _refuse_contradictions(settings, experiment.device)
     return settings
 
 
 def _top(experiment: Experiment) -> TopKeys:
     top = read_record(TopKeys, {f.name: getattr(experiment, f.name) for f in fields(TopKeys)}, "")
-    base, own = experiment.base, {"threads": _threads(top.threads), "device": _device(top.device)}
+    base, own = experiment.base, {"threads": _threads(top.threads), "device": _device(top)}
     top = replace(
         top,
         **own,
@@ -217,11 +217,16 @@ def _threads(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else value
 
 
-def _device(value: str) -> Any:
-    return ("cuda" if torch.cuda.is_available() else "cpu") if value == "auto" else value
+def _device(top: TopKeys) -> Any:
+    if top.device != "auto":
+        return top.device
+    return "cuda" if torch.cuda.is_available() and not top.train_only else "cpu"
 
 
-def _refuse_contradictions(settings: Settings) -> None:
+def _refuse_contradictions(settings: Settings, device: str) -> None:
+    if device == "auto" and settings.engine == "flower" and settings.flower.federation:
+        todo = "name 'cpu' or 'cuda', which the server and all sites then need"
+        raise ConfigError(f"device = 'auto' would be the server's choice, and sites may have other devices: {todo}")
     if settings.lives and settings.engine == "flower" and (settings.flower.federation or settings.flower.grid == "ray"):
         raise ConfigError(f"{settings.lives[0]!r} exists in this process only; put it in a file, and name that")
     if settings.start_from_partial and not settings.start_from:

@@ -144,7 +144,9 @@ class ModelLine:
         return {name: sum(own[name] for own in self.changes) for name in self.changes[0]}  # type: ignore[misc]
 
     def _at(self, s: float) -> dict[str, Tensor]:
-        return {k: v + s * self._whole[k] if k in self._whole else v for k, v in self.start.items()}
+        there = next(iter(self.judged.examples.values())).values.device
+        moved = {k: v + s * self._whole[k] if k in self._whole else v for k, v in self.start.items()}
+        return {k: v.to(there) for k, v in moved.items()}
 
     def values(self, s: float, classes: Sequence[int]) -> Tensor:
         """Soft accuracy (c,) at a place of the line."""
@@ -164,7 +166,7 @@ class ModelLine:
         rows = []
         for c in classes:
             grads = self.judged.gradient(predict, c, list(leaves.values()))
-            by_name = dict(zip(leaves, grads, strict=True))
+            by_name = {k: g.cpu() for k, g in zip(leaves, grads, strict=True)}
             rows.append(
                 [sum(float((g * own[k]).sum(dtype=torch.float64)) for k, g in by_name.items()) for own in self.changes]
             )

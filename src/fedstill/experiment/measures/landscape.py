@@ -73,6 +73,7 @@ def _around(room: Room, spec: ModelSpec, images: Examples, params: Tensors) -> d
     loss, names, draw = mean_loss(room, images, spec), contract.trainable_names(spec), room.draw("landscape")
     a, b = (loss_surface.filter_normalised(params, names, draw) for _ in range(2))
     noises = [loss_surface.gaussian(params, names, draw) for _ in range(DRAWS)]
+    params = {k: v.to(images.values.device) for k, v in params.items()}
     (first, x), (second, y) = loss_surface.curvature(loss, params, names, draw, top=2, most=PRODUCTS)
     return {
         "random": _digits(loss_surface.plane(loss, params, a, b, AXIS)),

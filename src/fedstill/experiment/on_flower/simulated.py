@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstill.data.examples import Dataset
+from fedstill.engines.cores import cores
 from fedstill.engines.flower.messages import require_flower
 from fedstill.errors import ConfigError, DeployFailed
 from fedstill.experiment.config.settings import Settings
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid
 
 Driven = TypeVar("Driven")
+
+CLIENTS_ON_CARD = 4
+"""Clients that share a card; without a share Ray may hide the card from them."""
 
 
 def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Callable[[Grid], Driven]) -> Driven:
@@ -44,7 +48,8 @@ def simulate(settings: Settings, data: Dataset | None, folder: Path, drive: Call
         except BaseException as error:
             raised.append(error)
 
-    one_core = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    share = 1 / min(cores(), CLIENTS_ON_CARD) if settings.device == "cuda" else 0.0
+    one_core = {"client_resources": {"num_cpus": 1, "num_gpus": share}}
     clients = trial_app(settings, data, (folder / "sites").resolve())
     try:
         run_simulation(app, clients, num_supernodes=settings.clients, backend_config=one_core)

@@ -230,4 +230,4 @@ def _check_runs(spec: ModelSpec, sites: SiteViews, world: RunWorld, needs: Colle
         raise ConfigError(f"model {spec.label} gives a {type(out).__name__}, not logits")
     if out.shape != (len(x), spec.classes):
         raise ConfigError(f"model {spec.label} gives shape {tuple(out.shape)}, not {(len(x), spec.classes)}")
-    refuse_odd(spec, x, world, needs)
+    refuse_odd(spec, x.cpu(), world, needs)

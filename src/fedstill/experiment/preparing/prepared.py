@@ -18,7 +18,8 @@ from fedstill.data.views import SiteViews
 from fedstill.engines.client_measures import ClientMeasures
 from fedstill.engines.memory import Memory
 from fedstill.engines.passes import ModelPasses
-from fedstill.engines.precision import check_machine
+from fedstill.engines.pooled import PooledEngine
+from fedstill.engines.precision import check_machine, steady
 from fedstill.engines.reuse import KeptReplies
 from fedstill.engines.serial import SerialEngine
 from fedstill.errors import ConfigError
@@ -69,6 +70,7 @@ class Prepared:
         """
         settings = self.settings
         kind = SerialEngine if site else ENGINES.get(settings.engine, SerialEngine)
+        alone: dict[str, Any] = {"workers": 1} if settings.device == "cuda" and issubclass(kind, PooledEngine) else {}
         return kind(
             self.world,
             self.sites,
@@ -79,6 +81,7 @@ class Prepared:
             kept=self._kept() if settings.reuse and not site and not settings.lives else None,
             privacy=settings.privacy,
             secret=site and settings.on_sites,
+            **alone,
         )
 
     def client_measures(self, *, site: bool = False) -> ClientMeasures:
@@ -111,6 +114,7 @@ def prepare(
     Raises DataError, InfeasiblePartition, ConfigError or IncompatibleMethod, before anything is trained.
     """
     check_machine(settings.precision, settings.device)
+    steady(settings.device)
     if settings.reuse:
         reuse_bytes()  # raises now if it is not a number
     dataset = as_features(settings, with_pixels(dataset or read_data(settings), settings.data))

@@ -20,6 +20,9 @@ log = logging.getLogger("fedstill.journal")
 
 Event = dict[str, Any]
 
+VERSIONS = ("fedstill", "torch", "numpy", "python", "card")
+"""What of the event ``start`` says with what a run was made; the card, where it trained on one."""
+
 CONFIG_SEAL = "config_sha256"
 """What the event ``start`` calls the SHA-256 of the run's config.toml."""
 

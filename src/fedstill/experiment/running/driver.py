@@ -136,7 +136,7 @@ class Driver:
         self.measuring.replay(events)
         for event in events:
             self.tracking.take(event)
-        note_versions(self.journal, events, restored.state)
+        note_versions(self.journal, events, restored.state, self.settings.device)
         self.engine.memory.index.update(restored.memory)
         self.engine.memory.prune(self.checkpoints.prune(restored.state))
         self.before = restored.state

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fedstill.beside import files_of
+from fedstill.engines.precision import card_named
 from fedstill.errors import CorruptFile
 from fedstill.experiment.config.client_models import words
 from fedstill.experiment.config.settings import Settings
@@ -42,13 +43,15 @@ FAMILY = {"cpu family": "family", "model": "model"}
 PILLOW = " (another version of Pillow may decode pictures otherwise)"
 
 
-def software() -> dict[str, str]:
-    """The versions that a run's bits may depend on."""
+def software(device: str = "cpu") -> dict[str, str]:
+    """The versions that a run's bits may depend on, and the card, where it trains on one."""
+    there = {"card": card_named(device)} if device == "cuda" else {}
     return {
         "fedstill": VERSION,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),
+        **there,
     }
 
 
@@ -72,7 +75,7 @@ def versions(settings: Settings, world: RunWorld) -> dict[str, Any]:
     that fits in parts only, of which there is a warning too.
     """
     seals = {key: seal(place) for key, place in _given_models(settings).items()}
-    said: dict[str, Any] = {**software(), "sources": sources(settings), **seals}
+    said: dict[str, Any] = {**software(settings.device), "sources": sources(settings), **seals}
     if settings.start_from_partial and (start := world.start):
         log.warning("start_from = %r: %s", settings.start_from, start)
         said |= {"start_from_new": list(start.new), "start_from_left_out": list(start.left_out)}
@@ -155,16 +158,16 @@ def _alike(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def note_versions(journal: Journal, events: Sequence[Mapping[str, Any]], state: State) -> None:
-    """Warn of a run that goes on with other versions, and write the event ``resumed``; nothing if they are the same.
+def note_versions(journal: Journal, events: Sequence[Mapping[str, Any]], state: State, device: str) -> None:
+    """Warn of a run that goes on with other versions or on another card, and write the event ``resumed``; else nothing.
 
-    events: the journal's, which say the versions so far; one that they do not say is not compared.
+    events: the journal's, which say the versions so far; one that they do not say is not compared. device: the run's.
     """
     known = dict(events[0])
     for event in events:
         if event["event"] == "resumed" and isinstance(event.get("versions"), Mapping):
             known.update(event["versions"])
-    now = {name: version for name, version in software().items() if known.get(name, version) != version}
+    now = {name: version for name, version in software(device).items() if known.get(name, version) != version}
     if not now:
         return
     before = {name: str(known[name]) for name in now}

@@ -13,7 +13,7 @@ from typing import Any
 from fedstill.errors import ConfigError, Interrupted, UnknownName, cut_reason
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
-from fedstill.experiment.run_directory.journal import Event, read_journal
+from fedstill.experiment.run_directory.journal import VERSIONS, Event, read_journal
 from fedstill.experiment.tracking.mlflow_runs import MLflow
 from fedstill.experiment.tracking.round_numbers import RoundNumbers
 from fedstill.experiment.tracking.tensorboard_files import TensorBoard
@@ -26,8 +26,6 @@ TRACKERS: dict[str, type[Tracker]] = {"mlflow": MLflow, "tensorboard": TensorBoa
 
 MEMO = "trackers.json"
 """The file of a run's directory that says what each tracker has, and what it goes on with."""
-
-VERSIONS = ("fedstill", "torch", "numpy", "python")
 
 log = logging.getLogger("fedstill.track")
 

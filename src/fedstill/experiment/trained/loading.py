@@ -43,8 +43,6 @@ from fedstill.wire.reports import json_value
 
 log = logging.getLogger("fedstill.trained")
 
-VERSIONS = ("fedstill", "torch", "numpy", "python")
-
 Versions = Mapping[int, tuple[str, str]]
 """Which file, with which SHA-256, holds what a client remembers."""
 
@@ -84,7 +82,7 @@ def load_model(run: Result | Path | str, client: int | str | None = None, data: 
         **({"own_after": sorted(settings.method.personal)} if isinstance(client, int) else {}),
         **_counted(start[0]),
         **({"standardised": inputs.standardise} if inputs.standardise else {}),
-        **{k: start[0][k] for k in VERSIONS if k in start[0]},
+        **{k: start[0][k] for k in journals.VERSIONS if k in start[0]},
     }
     network = network_of(predict)
     if settings.data.features_of is not None:

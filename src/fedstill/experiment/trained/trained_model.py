@@ -121,7 +121,7 @@ class TrainedModel(nn.Module):
 
     def _as_tensor(self, examples: Any) -> Tensor:
         if isinstance(examples, Tensor):
-            return examples
+            return examples.to(self.mean.device)
         if isinstance(examples, np.ndarray):
             with contextlib.suppress(TypeError):  # of texts or objects
                 return torch.from_numpy(np.array(examples)).to(self.mean.device)

@@ -1,0 +1,65 @@
+"""What is noted of a CUDA card and how it is shared, with a card that is imitated; on a card: FEDSTILL_TEST_DEVICE."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+import toys
+from fedstill.engines import precision
+from fedstill.errors import ConfigError
+from fedstill.experiment.comparing.compare import BYTES_ON_CARD, jobs_that_fit
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.run_directory.journal import VERSIONS, Journal, read_journal
+from fedstill.experiment.running import provenance
+from fedstill.records import State
+
+CARD, OTHER = "NVIDIA A100 (CUDA 12.4, cuDNN 90100)", "NVIDIA H100 (CUDA 13.0, cuDNN 91900)"
+
+
+def test_the_card_is_noted_where_a_run_trains_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance, "card_named", lambda device: CARD)
+    assert provenance.software("cuda")["card"] == CARD
+    assert provenance.software("cuda").keys() == set(VERSIONS)
+    assert "card" not in provenance.software("cpu")
+    assert precision.card_named("cpu") == ""
+
+
+def test_a_resume_on_another_card_is_said_and_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(provenance, "card_named", lambda device: OTHER)
+    start = {"event": "start", **provenance.software("cuda"), "card": CARD}
+    with caplog.at_level(logging.WARNING), closing(Journal(tmp_path / "journal.jsonl")) as journal:
+        provenance.note_versions(journal, [start], State(params={}, round=2), "cuda")
+    assert f"was run with card {CARD} and goes on with card {OTHER}" in caplog.text
+    (event,) = read_journal(tmp_path / "journal.jsonl")
+    assert event["versions"] == {"card": OTHER}
+
+
+def test_as_many_runs_at_once_as_the_card_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = jobs_that_fit()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, jobs in ((0.0, 1), (1.5 * BYTES_ON_CARD, 1), (1e15, alone)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 1e15))
+        assert jobs_that_fit("cuda") == jobs
+        assert jobs_that_fit() == alone
+
+
+def test_no_server_chooses_the_device_of_its_sites() -> None:
+    deployed = {"engine": "flower", "flower": {"federation": "f"}}
+    with pytest.raises(ConfigError, match="name 'cpu' or 'cuda', which the server and all sites then need"):
+        settle(toys.toy("fedavg", device="auto", **deployed))
+    assert settle(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
+
+
+def test_what_is_kept_in_the_processors_memory_is_not_put_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked = toys.toy("fedavg", device="auto")
+    assert settle(asked, here=False).device == "cuda"
+    kept = toys.toy("fedavg", device="auto", start_from=__file__, train_only=["head"])
+    assert settle(kept, here=False).device == "cpu"

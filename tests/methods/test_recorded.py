@@ -1,0 +1,134 @@
+"""Steps that are recorded on a CUDA card and replayed: the bits of the steps themselves, for every method and network.
+
+Without a card these tests are skipped; on one: ``FEDSTILL_TEST_DEVICE=cuda pytest tests/methods/test_recorded.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import stacking
+import torch
+from torch import Tensor
+
+import toys
+from fedstill import registry
+from fedstill.engines import recorded
+from fedstill.experiment.config.settle import settle
+from fedstill.experiment.preparing.prepared import prepare
+from fedstill.methods.fedavg import FedAvg
+from fedstill.records import Carry, Payload, Stage, Step
+from fedstill.work import ClientWork
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+METHODS = [n for n in registry.names("method") if not n.startswith("toy_") and n not in ("fedseq", "cwc", "metafed")]
+"""Those of chains have no other steps than others."""
+LONG = {**stacking.PLAN, "epochs": 8}
+"""Enough whole batches a client that recording pays."""
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each step that is replayed."""
+    seen: list[int] = []
+    plain = recorded.Recording.replay
+
+    def replay(self: recorded.Recording, of: Any) -> dict[str, Tensor]:
+        seen.append(len(of[1]))
+        return plain(self, of)
+
+    monkeypatch.setattr(recorded.Recording, "replay", replay)
+    return seen
+
+
+def both(replays: list[int], monkeypatch: pytest.MonkeyPatch, name: str, **changes: object) -> int:
+    """Assert that replayed steps end at the bits of steps that are not; how many were replayed."""
+    monkeypatch.setenv(recorded.REPLAY, "0")
+    ready = lambda: stacking.ready(name, "serial", device="cuda", **changes)  # noqa: E731
+    plain, said, _ = stacking.rounds(ready())
+    assert not replays
+    monkeypatch.setenv(recorded.REPLAY, "1")
+    state, told, _ = stacking.rounds(ready())
+    expected, got = stacking.tensors(plain), stacking.tensors(state)
+    for key in expected:
+        assert torch.equal(got[key], expected[key]), key
+    assert [r.metrics.get("loss") for r in told] == [r.metrics.get("loss") for r in said]
+    return len(replays)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_ends_at_the_bits_of_its_steps(
+    name: str, replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(replays, monkeypatch, name, plan=LONG)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedntd", "fedadkd", "fedprox", "moon", "sfedkd", "hiper_fedkd", "qkt"])
+def test_steps_are_replayed(name: str, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert both(replays, monkeypatch, name, plan={**LONG, "lr": 0.01}) > 10
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan": {**LONG, "optimiser": "adam", "lr": 0.01, "momentum": 0.0}},
+        {"plan": {**LONG, "clip_norm": 0.5}},
+        {"plan": {**LONG, "epochs": 1, "steps": 30}},
+        {"plan": LONG, "precision": "bf16"},
+        {"plan": LONG, "precision": "tf32"},
+        {"plan": LONG, "model": "toy_batchnorm"},
+    ],
+    ids=["adam", "clipped", "steps", "bf16", "tf32", "batch norm"],
+)
+def test_every_plan_is_replayed(
+    changes: dict[str, object], replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert both(replays, monkeypatch, "fedntd", **changes) > 10
+
+
+@pytest.mark.parametrize("augment", [(), ("crop", "flip", "cutout")])
+@pytest.mark.parametrize("model", ["simple_cnn", "cnn", "qkt_cnn_pooled"])
+def test_dropout_and_augmentation_are_drawn_as_they_are_without(
+    model: str, augment: tuple[str, ...], replays: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = []
+    for on in "01":
+        monkeypatch.setenv(recorded.REPLAY, on)
+        changes = {"data": {"augment": augment}, "model": model, "topology": {"clients": 3}, "plan": LONG}
+        ready = prepare(settle(stacking.experiment("fedavg", "serial", device="cuda", **changes)), toys.blobs_of(32))
+        ends.append(stacking.tensors(stacking.rounds(ready)[0]))
+    assert replays
+    for key in ends[0]:
+        assert torch.equal(ends[0][key], ends[1][key]), key
+
+
+@dataclass(frozen=True)
+class Odd(ClientWork):
+    """Objectives of which a replay would do something else."""
+
+    what: str
+    seen: list[float]
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        own = super().terms(step, carry)
+        if self.what == "looks":
+            self.seen.append(step.x.mean().item())
+        if self.what == "draws":
+            own["drawn"] = own["ce"].mean() * torch.rand(()).to(step.x.device)
+        if self.what == "counts":
+            self.seen.append(0.0)
+            own["counted"] = own["ce"].mean() * len(self.seen)
+        return own
+
+
+@pytest.mark.parametrize("what", ["looks", "draws", "counts"])
+def test_what_a_replay_would_not_do_is_not_recorded(what: str, replays: list[int]) -> None:
+    ready = stacking.ready("fedavg", "serial", device="cuda", plan=LONG)
+    stage = Stage(1, 0, "train", (0,))
+    assert isinstance(ready.settings.method, FedAvg)
+    (reply,) = ready.engine().run(Odd(what, []), stage, {0: Payload(params=ready.world.initial(0))}, 7)
+    assert not reply.failure
+    assert not replays
