@@ -76,6 +76,23 @@ def test_a_table_is_printed_and_its_runs_are_not_begun(
     assert said in capsys.readouterr().err
 
 
+def test_a_comparison_of_finished_runs_is_read_and_no_other_is_begun(
+    lacking: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, said = lacking
+    config = tmp_path / "small.toml"
+    config.write_text(toys.SMALL)
+    words = ["compare", str(config), "--methods", "fedavg", "--out", str(tmp_path / "out"), "--quiet"]
+    assert call([*words, "--seeds", "1"]) == 0
+    had(next((tmp_path / "out").glob("*/seed1")), line)
+    config.write_text(f"{line}\n{toys.SMALL}")
+    capsys.readouterr()
+    assert call([*words, "--seeds", "1"]) == 0
+    assert "fedavg" in capsys.readouterr().out
+    assert call([*words, "--seeds", "1,2"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_new_run_is_refused_before_anything_is_read(lacking: tuple[str, str]) -> None:
     key, value = lacking[0].replace('"', "").split(" = ")
     with pytest.raises(ConfigError, match=lacking[1]):

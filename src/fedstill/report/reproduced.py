@@ -39,8 +39,7 @@ def paper_tables(
 ) -> Iterator[RenderableType]:
     """The title, what makes it a reduced run if anything does, runs that are not the recipe's, a table a column."""
     yield Text(recipe.paper, style="bold")
-    if changes:
-        said = ", ".join(f"{k} = {v}" for k, v in changes.items())
+    if said := ", ".join(f"{k} = {v}" for k, v in changes.items() if k != "device"):
         yield Text(
             f"REDUCED OR CHANGED against the paper: {said}. Absolute values cannot be compared with the paper's; "
             "differences between rows may be."

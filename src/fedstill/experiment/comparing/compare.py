@@ -15,7 +15,10 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+import torch
+
 from fedstill.engines.cores import WORKERS, cores
+from fedstill.engines.precision import check_machine
 from fedstill.errors import CorruptFile, FedstillError, Interrupted
 from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
@@ -27,6 +30,9 @@ from fedstill.experiment.tracking.tracking import wanted
 
 BYTES_A_RUN = 1.5e9
 """What one run of the usual sizes takes at most; only how many run at once depends on it."""
+
+BYTES_ON_CARD = 3e9
+"""The same, of a CUDA card's memory: half a gigabyte is each process's own."""
 
 POLL_SECONDS = 0.2
 
@@ -63,10 +69,13 @@ class Outcome:
         self._read += len(whole) + 1 if whole else 0
 
 
-def jobs_that_fit() -> int:
-    """How many runs to do at once: one a core, fewer if there is not enough memory."""
+def jobs_that_fit(device: str = "cpu") -> int:
+    """How many runs to do at once on a device: one a core, fewer if there is not enough memory, on the card too."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(cores(), int(free / BYTES_A_RUN)))
+    fit = min(cores(), int(free / BYTES_A_RUN))
+    if device != "cpu" and torch.cuda.is_available():
+        fit = min(fit, int(torch.cuda.mem_get_info()[0] / BYTES_ON_CARD))
+    return max(1, fit)
 
 
 def carry_out_runs(
@@ -81,11 +90,14 @@ def carry_out_runs(
 
     A run that starts from another's model waits for that one. ``watch`` is called a few times a second. A run that
     fails does not stop the others; one whose process is killed does. The first Ctrl-C lets running stages end and
-    starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises RunExists for a folder that holds
-    another run; with ``overwrite`` that one is deleted, and one that is damaged begun anew. ``track``: trackers by name
-    for every run; finished runs are sent to those that do not have them.
+    starts nothing new; the second ends at once. ``debug``: as for ``run``. Raises ConfigError where this machine lacks
+    what a run that is not finished needs, and RunExists for a folder that holds another run; with ``overwrite`` that
+    one is deleted, and one that is damaged begun anew. ``track``: trackers by name for every run; finished runs are
+    sent to those that do not have them.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
+    for unfinished in [o.variant.settings for o in outcomes if not _is_whole(o.variant.folder)]:
+        check_machine(unfinished.precision, unfinished.device)
     make_way([o.variant for o in outcomes], overwrite)
     wanted(track)
     _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])

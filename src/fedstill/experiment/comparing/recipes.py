@@ -84,12 +84,10 @@ class Recipe:
         seeds: Sequence[int],
         changes: Mapping[str, Any],
         out: Path,
-        here: bool = True,
     ) -> list[Variant]:
         """The runs of some cells; ``changes`` are dotted keys over the recipe's (a reduced size, other data).
 
         Other ``rounds`` are those of the run that a cell starts from, if it does: a visit stays as long as it is.
-        here: whether this machine is to run them, and not only read what is there.
         """
         runs = []
         for row, column in cells:
@@ -97,11 +95,11 @@ class Recipe:
             folder = _folder(out, f"{column} {row}")
             for seed in seeds:
                 start = tree.get("start_from", "")
-                after = self._start(start, seed, changes, out, here) if start else None
+                after = self._start(start, seed, changes, out) if start else None
                 own = {k: v for k, v in changes.items() if after is None or k != "rounds"}
                 own |= {"start_from": str(after.folder)} if after else {}
                 experiment = from_tree(tree, {}, None).with_values({"threads": 1, **own}, "command line")
-                runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder, here), after=after))
+                runs.append(replace(seeded(f"{row} | {column}", experiment, seed, folder), after=after))
         return runs
 
     def _tree(self, row: str, column: str) -> dict[str, Any]:
@@ -111,12 +109,12 @@ class Recipe:
         named = {"name": method} if isinstance(method, str) else method
         return {**tree, "method": {**fields, **named}} if fields else tree
 
-    def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path, here: bool) -> Variant:
+    def _start(self, name: str, seed: int, changes: Mapping[str, Any], out: Path) -> Variant:
         if name not in self.starts:
             raise UnknownName("start", name, self.starts, where=self.name)
         experiment = from_tree({**self.common, **self.starts[name]}, {}, None)
         changed = experiment.with_values({"threads": 1, **changes}, "command line")
-        return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"), here)
+        return seeded(f"start {name}", changed, seed, _folder(out, f"start {name}"))
 
     def folder(self, changes: Mapping[str, Any]) -> Path:
         """The default folder of its runs: one for every reduced size."""

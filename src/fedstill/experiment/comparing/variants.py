@@ -68,7 +68,7 @@ def variants(
 
 
 def _variant(experiment: Experiment, setting: Mapping[str, Any], out: Path) -> Variant:
-    settings = settle(experiment)
+    settings = settle(experiment, here=False)
     values = [f"{k}={v}" for k, v in setting.items()]
     label = " ".join([settings.named.method.label, *values])
     folder = _folder(out, [Path(settings.named.method.name.partition(":")[0]).stem, *values])
@@ -93,13 +93,13 @@ def _folder(out: Path, words: Sequence[str]) -> Path:
     return out / name
 
 
-def seeded(label: str, experiment: Experiment, seed: int, folder: Path, here: bool = True) -> Variant:
+def seeded(label: str, experiment: Experiment, seed: int, folder: Path) -> Variant:
     """One run of an experiment with a seed, in a folder of that seed; raises ConfigError if it cannot be run.
 
-    here: whether this machine is to run it, and not only read what another one ran.
+    Whether this machine has what it needs is seen to when it is begun: another one may have finished it.
     """
     with_seed = replace(experiment, seed=seed)
-    settings = settle(with_seed, here)
+    settings = settle(with_seed, here=False)
     return Variant(label, with_seed, settings, _of_seed(folder, settings))
 
 

@@ -30,7 +30,7 @@ def unlike_suite(entry: Entered, suite: Suite) -> str:
         return f"{entry.row} is a reference, and sets {next(iter(entry.fields))}"
     if entry.file and (why := _other_method(entry, suite)):
         return why
-    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path(), here=False):
+    for run in suite.recipe.variants(*_cells(entry, suite), _fields(entry), Path()):
         place = run_place(run.label.rpartition(" | ")[2], run.seed)
         told, suites = (entry.folder / place / "config.toml").read_text(encoding="utf-8"), portable(run.settings.toml)
         if told == suites:
