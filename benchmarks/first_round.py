@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.first_client import FLOOR, PIXELS, first_client, normal, simple_cnn
+from benchmarks.first_client import FLOOR, PIXELS, Which, first_client, normal, simple_cnn
 from fedstill.experiment.comparing.recipes import load_recipe
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
@@ -58,7 +58,7 @@ def plainly(draws: int) -> tuple[list[float], list[list[Taught]]]:
     server = simple_cnn()
     private, public, logits = [], [], []
     for client in range(CLIENTS):
-        ready, _, view, temperature = first_client(PIXELS_OF_IT, 1, client)
+        ready, _, view, temperature = first_client(PIXELS_OF_IT, 1, Which(client=client))
         known = ready.sites.public
         assert view.validation is not None
         assert known is not None
