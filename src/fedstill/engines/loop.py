@@ -4,7 +4,7 @@ parameters out."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
 from fedstill.engines.precision import Precision
 from fedstill.engines.private import Private, example_gradients, noised_mean
-from fedstill.engines.recorded import Recorder, is_wanted, on_own_stream
+from fedstill.engines.recorded import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.returned import terms_of
 from fedstill.engines.stack import Stack
 from fedstill.engines.step import Batch, Networks, Seen
@@ -67,8 +67,9 @@ def train(
     draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
     with drawing_from(draws) if draws_random_numbers(view.model) else nullcontext():
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
-        with on_own_stream(stage_examples(view, stage).labels.device):
-            (trained,) = _Training(work, LoneClient(carry, view, how)).run()
+        on = on_own_stream(stage_examples(view, stage).labels.device)
+        with on, closing(_Training(work, LoneClient(carry, view, how))) as training:
+            (trained,) = training.run()
     return trained
 
 
@@ -116,7 +117,6 @@ class _Training:
             self.keep(batch)
             if batch.ends and best.asked and best.seen(self.work.score(self.params, self.clients.view), self.params):
                 break
-        self.recorder = None  # it may not be left to the collector of garbage, which comes while others record
         params = best.params if best.params and self.plan.keep == "best" else self.params
         split = [self.clients.copies(tree) for tree in (params, self.trace)]
         done = batch.done if batch else [(0, 0)] * len(split[0])
@@ -125,6 +125,10 @@ class _Training:
             Trained(params, Ran(steps, self.lr, trace), terms, epochs, tuple(best.scores), tuple(self.kept.get(i, ())))
             for i, (params, trace, terms, (steps, epochs)) in enumerate(zip(*split, losses, done, strict=True))
         ]
+
+    def close(self) -> None:
+        """Let go of recordings: left to the collector of garbage, they would go while others record."""
+        self.recorder = None
 
     def keep(self, batch: Batch) -> None:
         """Copy the parameters of clients whose epoch ends, if they are to be measured."""
@@ -147,13 +151,9 @@ class _Training:
         clients, plan = self.clients, self.plan
         if not isinstance(clients, LoneClient) or self.private or self.settles or not is_wanted(clients.device):
             return None
-        whole, all_ = len(clients.examples) // plan.batch, -(-len(clients.examples) // plan.batch)
-        steps = (plan.steps * whole // max(all_, 1) if plan.steps else plan.epochs * whole, whole)
-        return Recorder(self._moved, self._state, self.networks.asked, plan.batch, steps)
-
-    def _state(self) -> list[Tensor]:
-        """What a step changes, in place."""
-        return [*self.params.values(), *self.optimiser.state()]
+        steps = whole_batches(plan, len(clients.examples))
+        changed = lambda: [*self.params.values(), *self.optimiser.state()]  # noqa: E731
+        return Recorder(self._moved, changed, self.networks.asked, plan.batch, steps)
 
     def _moved(self, of: tuple[Any, ...], running: Tensor | None = None) -> dict[str, Tensor]:
         """The terms at a batch; what is trained is moved by their gradient."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstill.errors import on_one_line
+from fedstill.records import Plan
 
 log = logging.getLogger("fedstill.engine")
 
@@ -30,6 +32,11 @@ FIRST = 2
 
 PAYS = 12
 """Steps of one kind in a client's training from which recording one pays."""
+
+SPARE = 2e9
+"""Bytes of a card that are kept free for what comes; those of a recording go to no other, only back to the card."""
+
+_turn = threading.RLock()
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal, aten.lift_fresh}
@@ -142,6 +149,16 @@ class Recorder:
         return terms
 
 
+def whole_batches(plan: Plan, examples: int) -> tuple[int, int]:
+    """How many batches training has that are not cut short by an epoch's end, and how many of them an epoch.
+
+    >>> whole_batches(Plan(epochs=5, batch=64), 500), whole_batches(Plan(steps=30, batch=8), 20)
+    ((35, 7), (20, 2))
+    """
+    whole, all_ = examples // plan.batch, -(-examples // plan.batch)
+    return plan.steps * whole // max(all_, 1) if plan.steps else plan.epochs * whole, whole
+
+
 @torch.no_grad()
 def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values into tensors, one by one."""
@@ -161,15 +178,21 @@ def is_wanted(device: torch.device) -> bool:
 
 @contextmanager
 def on_own_stream(device: torch.device) -> Iterator[None]:
-    """On a CUDA card, in a stream in which steps can be recorded; what came before is done first."""
+    """On a CUDA card, in a stream in which steps can be recorded; what came before is done first, threads take turns.
+
+    What another thread did meanwhile would be recorded, too.
+    """
     if not is_wanted(device):
         yield
         return
     own, other = _stream(device), torch.cuda.current_stream(device)
-    own.wait_stream(other)
-    with torch.cuda.stream(own):
-        yield
-    other.wait_stream(own)
+    with _turn:
+        own.wait_stream(other)
+        with torch.cuda.stream(own):
+            yield
+        other.wait_stream(own)
+        if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > SPARE:
+            torch.cuda.empty_cache()
 
 
 @functools.cache
