@@ -34,9 +34,10 @@ PAYS = 12
 """Steps of one kind in a client's training from which recording one pays."""
 
 SPARE = 2e9
-"""Bytes of a card that are kept free for what comes; those of a recording go to no other, only back to the card."""
+"""Bytes of a card that may lie unused in this process. What a recording leaves serves no other, so more goes back."""
 
 _turn = threading.RLock()
+"""Held while a client trains on a card."""
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal, aten.lift_fresh}
