@@ -163,6 +163,19 @@ def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
     assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
 
 
+def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them() -> None:
+    text = " ".join(PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split())
+    (fedavg,), (fedprox,), (scaffold,) = (
+        full_size(m, (1,), "table1", "s=2") for m in ("FedAvg", "FedProx", "SCAFFOLD")
+    )
+    leads = [[a - b for a, b in zip(one, fedavg, strict=True)] for one in (fedprox, scaffold)]
+    tens = [statistics.fmean(lead[-10:]) for lead in leads]
+    assert f"by {tens[0]:.1f} points in the mean of the last ten rounds, and on average" in text
+    assert f"it ends at {scaffold[-1]:.1f} %, in the last ten {tens[1]:.1f} points above FedAvg" in text
+    for lead in leads:
+        assert by_fifties(lead) in text
+
+
 def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
     (scaffold,) = full_size("SCAFFOLD", seeds=(1,))
     said = f"it ends at {scaffold[-1]:.1f} %, and is never above {max(scaffold):.1f} %"
