@@ -167,6 +167,27 @@ def test_a_client_that_fails_is_a_reply(when: str) -> None:
     assert failed == ({2} if when == "begin" else {0, 1, 2, 3})
 
 
+@dataclass(frozen=True)
+class Interrupted(ClientWork):
+    """Training in which Ctrl-C comes, and torch fails while it clears up."""
+
+    def terms(self, step: Step, carry: Carry) -> dict[str, Tensor]:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("!dynamicLayerStack.empty() INTERNAL ASSERT FAILED")
+
+
+@pytest.mark.parametrize("failures", ["stop", "tolerate"])
+@pytest.mark.parametrize("engine", ["serial", "pooled", "vectorised"])
+def test_ctrl_c_in_a_stack_is_no_clients_failure(engine: str, failures: str) -> None:
+    ready = stacking.ready("fedavg", engine, clients={"failures": failures})
+    stage = Stage(1, 0, "train", (0, 1, 2, 3))
+    downs = {c: Payload(params=ready.world.initial(c)) for c in stage.clients}
+    with pytest.raises(KeyboardInterrupt):
+        ready.engine().run(Interrupted(), stage, downs, 7)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

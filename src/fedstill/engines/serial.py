@@ -135,11 +135,13 @@ class SerialEngine:
     def _failed(self, work: ClientWork, stage: Stage, clients: Sequence[int], error: Exception) -> list[Reply]:
         """The replies of clients that failed together, in a stack, or of one: why, and where in its author's code.
 
-        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. If it ``stops``, or the card
-        failed and not the client, raises ClientFailed.
+        Raises a CorruptFile again, and a ChangedInPlace: to go on would give other bits. Ctrl-C stays that. If it
+        ``stops``, or the card failed and not the client, raises ClientFailed.
         """
         if isinstance(error, (CorruptFile, ChangedInPlace)):
             raise error
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch.func, interrupted, fails at its own clearing up
+            raise error.__context__
         why = reason(error, work)
         if self.stops or isinstance(error, CARD_FAILED):
             raise ClientFailed(place(stage), clients, why) from error
