@@ -1,7 +1,7 @@
 """Steps of training on a CUDA card as one launch: a step's kernels are recorded once, and replayed for each batch.
 
-A small network's step is a hundred kernels of a few microseconds; to launch them one by one takes ten times as long as
-they do. Replayed, a step gives the bits that it gives otherwise: each recording is tried against the step itself.
+A small network's step is a hundred kernels of a few microseconds; to launch them one by one takes longer than they do.
+Replayed, a step gives the bits that it gives otherwise: each recording is tried against the step itself.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.engines.precision import check_machine
-from fedstill.errors import CorruptFile, FedstillError, Interrupted
+from fedstill.errors import ConfigError, CorruptFile, FedstillError, Interrupted
 from fedstill.experiment.comparing.standing import make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
@@ -96,8 +96,8 @@ def carry_out_runs(
     sent to those that do not have them.
     """
     outcomes = [Outcome(v, v.settings.rounds) for v in with_starts(runs)]
-    for unfinished in [o.variant.settings for o in outcomes if not _is_whole(o.variant.folder)]:
-        check_machine(unfinished.precision, unfinished.device)
+    for outcome in outcomes:
+        _refuse_lacking(outcome.variant)
     make_way([o.variant for o in outcomes], overwrite)
     wanted(track)
     _leave_alone([o for o in outcomes if not track and _is_whole(o.variant.folder)])
@@ -158,6 +158,15 @@ KILLED: Answer = (
     "perhaps with fewer --jobs",
     "",
 )
+
+
+def _refuse_lacking(run: Variant) -> None:
+    """Raise ConfigError where this machine lacks what a run needs, if that is not finished."""
+    try:
+        check_machine(run.settings.precision, run.settings.device)
+    except ConfigError:
+        if not _is_whole(run.folder):
+            raise
 
 
 def _is_whole(folder: Path) -> bool:

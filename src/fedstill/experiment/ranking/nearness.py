@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fedstill.experiment.run_directory.journal import Event, read_journal, without_times
+from fedstill.experiment.run_directory.journal import VERSIONS, Event, read_journal, without_times
 from fedstill.records import SERVER
 
 Level = Literal["bits", "tolerance", "disagrees"]
@@ -47,7 +47,7 @@ SENT = 0.1
 makes them. Measured on digits with AVX2: 0.018 of PFNM, below 0.01 of every other method.
 """
 
-NOT_SAME = ("versions", "fedstill", "torch", "numpy", "python", "card", "sources", "split", "examples_sha256")
+NOT_SAME = ("versions", *VERSIONS, "sources", "split", "examples_sha256")
 """What of the event ``start`` is not compared: the split's format may change, its draws are checked elsewhere, and the
 settings; entries of earlier versions say nothing of the examples, and where these are others no round has the same
 bits.
