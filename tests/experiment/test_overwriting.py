@@ -12,7 +12,7 @@ import pytest
 import toys
 from fedstill.cli import call
 from fedstill.errors import ClientFailed, ConfigError, RunBusy, RunExists
-from fedstill.experiment.comparing.standing import make_way
+from fedstill.experiment.comparing.standing import make_way, other_settings
 from fedstill.experiment.comparing.variants import seeded, variants
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.claim import locked
@@ -213,6 +213,20 @@ def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(chang
     (tmp_path / "away").rename(tmp_path / f"{changed}.csv")
     make_way([done, left], overwrite=True)
     assert not (done.folder / "config.toml").exists()
+
+
+def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run(tmp_path: Path) -> None:
+    """Others' folder may hold anything; and an unfinished run goes on with the folder that it has."""
+    for name, data, other in (("digits", None, []), ("blobs", toys.blobs(), ["data.folder"])):
+        experiment = toys.toy(rounds=1, data={"name": name, "folder": str(tmp_path)})
+        (there,) = variants(experiment, tmp_path / name, ("fedavg",), (1,))
+        run(there.experiment, there.folder, data)
+        moved = replace(experiment, data={"name": name, "folder": str(tmp_path / "moved")})
+        (asked,) = variants(moved, tmp_path / name, ("fedavg",), (1,))
+        assert asked.folder == there.folder
+        assert other_settings(asked) == other
+        (asked.folder / "summary.json").unlink()
+        assert other_settings(asked) == ["data.folder"]
 
 
 def test_so_are_runs_that_started_from_another_model(tmp_path: Path) -> None:

@@ -237,3 +237,6 @@ FOLDERS = {
     ),
 }
 """Folders that are no published data set but have been read: they are verified where their name is found."""
+
+KNOWN = {known.name: known for known in [*list(globals().values()), *FOLDERS.values()] if isinstance(known, Known)}
+"""Every data set of the catalogue by its name."""

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedstill.data.sources.catalog import KNOWN
 from fedstill.errors import ConfigError, CorruptFile, RunExists
 from fedstill.experiment.comparing.same_data import DataNow
 from fedstill.experiment.comparing.variants import Variant
 from fedstill.experiment.config.earlier import unsaid
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
+from fedstill.experiment.config.tables import DataTable
 from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
@@ -62,7 +64,16 @@ def other_settings(variant: Variant) -> list[str]:
     wanted = flat(_defining(variant.settings, variant.settings))
     there = flat(_defining(settings_of(variant.folder), variant.settings))
     other = {k for k in {*wanted, *there} if wanted.get(k) != there.get(k)}
+    if _is_finished(variant) and _same_wherever(variant.settings.data):
+        other.discard("data.folder")
     return sorted(other - unsaid(tomllib.loads(config.read_text(encoding="utf-8"))))
+
+
+def _same_wherever(data: DataTable) -> bool:
+    """Whether a data set's name says which examples it has: its checksums are known, so other data are refused."""
+    known = KNOWN.get(data.name)
+    as_known = not (data.image_column or data.label_column or data.size or data.form)
+    return as_known and known is not None and bool(known.sums)
 
 
 def as_settled(folder: Path) -> dict[str, Any]:

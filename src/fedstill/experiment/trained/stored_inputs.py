@@ -9,8 +9,7 @@ from typing import Any
 
 from fedstill.data.examples import Dataset
 from fedstill.data.form import IMAGES, MANY, About
-from fedstill.data.sources import catalog
-from fedstill.data.sources.catalog import Known
+from fedstill.data.sources.catalog import KNOWN, Known
 from fedstill.data.sources.decoded import about_of
 from fedstill.errors import ConfigError, CorruptFile, DataError, UnknownName
 from fedstill.experiment.config.settings import Settings
@@ -88,8 +87,7 @@ def _known(settings: Settings) -> Known | None:
     """The catalogue's entry of the run's data set; None for another, or one that was read by its columns' names."""
     if settings.data.image_column or settings.data.label_column:
         return None
-    named = {known.name: known for known in vars(catalog).values() if isinstance(known, Known)}
-    return {**named, **catalog.FOLDERS}.get(settings.data.name)
+    return KNOWN.get(settings.data.name)
 
 
 def _each(own: tuple[float, ...] | None, known: tuple[float, ...], channels: int) -> tuple[float, ...]:
