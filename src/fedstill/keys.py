@@ -51,9 +51,13 @@ def drawing_from(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def put_aside() -> Iterator[None]:
-    """For a moment, in which threads side by side wait: torch's global generator on the CPU is afterwards as before."""
-    with _global, torch.random.fork_rng(devices=[]):
+def put_aside(card: bool = False) -> Iterator[None]:
+    """For a moment, in which threads side by side wait: torch's global generator on the CPU is afterwards as before.
+
+    card: that of the current CUDA device, too, if one is in use.
+    """
+    in_use = card and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    with _global, torch.random.fork_rng(devices=[torch.cuda.current_device()] if in_use else []):
         yield
 
 

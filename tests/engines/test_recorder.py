@@ -2,72 +2,53 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from fedstill.engines import recorded
-from fedstill.engines.recorded import FIRST, PAYS, Recorder
+from fedstill.engines.on_host import watched
+from fedstill.engines.recorded import FIRST, PAYS, Recorder, Recording
+from imitated_card import Graph, record_on_cpu
 
 BATCH = 4
 
 
 class Training:
-    """One weight that goes down by the mean of what it sees; ``drawn``: something that no replay would do."""
+    """One weight that goes down by the mean of what it sees; ``more``: something that a replay would not do."""
 
-    def __init__(self, drawn: Callable[[], float] = lambda: 0.0, asks: bool = False, late: int = 0) -> None:
-        self.weight, self.extra, self.drawn, self.late = torch.zeros(1), torch.zeros(1), drawn, late
+    def __init__(self, more: Callable[[Tensor], float] = lambda x: 0.0, asks: bool = False, late: int = 0) -> None:
+        self.weight, self.extra, self.more, self.late = torch.zeros(1), torch.zeros(1), more, late
         self.asks, self.asked, self.calls = asks, set[str](), 0
 
     def act(self, of: Any) -> dict[str, Tensor]:
         self.calls += 1
         if self.asks:
             self.asked.add("epoch")
-        self.weight -= of[0].mean() + self.drawn() + (of[5] if self.asks else 0)
-        return {"seen": of[0].mean()}
+        seen = of[0].mean()
+        self.weight.sub_(seen).sub_(self.more(of[0])).sub_(of[5] if self.asks else 0)
+        return {"seen": seen}
 
     def moves(self) -> list[Tensor]:
         return [self.weight, *[self.extra] * (self.calls > self.late > 0)]
 
-
-class Graph:
-    """What a card does: while it records nothing is computed; a replay does the step on the recorded tensors."""
-
-    training: Training
-    replays = 0
-
-    def capture_begin(self, capture_error_mode: str) -> None:
-        act, self.given = self.training.act, {}
-
-        def noted(of: Any) -> dict[str, Tensor]:
-            self.of = of
-            self.given["seen"] = torch.zeros(())
-            return self.given
-
-        self.act, self.noted = act, noted
-        self.recorder.act = noted  # type: ignore[attr-defined]
-
-    def capture_end(self) -> None:
-        self.recorder.act = self.act  # type: ignore[attr-defined]
-
-    def replay(self) -> None:
-        type(self).replays += 1
-        self.given["seen"].copy_(self.act(self.of)["seen"])
+    def recorder(self, steps: tuple[int, int] = (PAYS, PAYS)) -> Recorder:
+        return Recorder(self.act, self.moves, self.asked, BATCH, steps, "here")
 
 
-def recorder(training: Training, monkeypatch: pytest.MonkeyPatch, steps: tuple[int, int] = (PAYS, PAYS)) -> Recorder:
-    one = Recorder(training.act, training.moves, training.asked, BATCH, steps)
-    kind = type("Imitated", (Graph,), {"training": training, "recorder": one, "replays": 0})
-    state = SimpleNamespace(CUDAGraph=kind, get_rng_state=lambda: None, set_rng_state=lambda state: None)
-    monkeypatch.setattr(recorded, "torch", SimpleNamespace(**{**vars(torch), "cuda": state}))
-    monkeypatch.setattr(recorded, "OnHost", lambda: nullcontext(SimpleNamespace(seen=False)))
-    one.kind = kind  # type: ignore[attr-defined]
-    return one
+@pytest.fixture(autouse=True)
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each step that is replayed, the one that is tried, too."""
+    record_on_cpu(monkeypatch)
+    seen: list[int] = []
+    plain = Recording.replay
+    monkeypatch.setattr(Recording, "replay", lambda self, of: (seen.append(len(of[1])), plain(self, of))[1])
+    return seen
 
 
 def batches(count: int, size: int = BATCH, epochs: int = 1) -> list[tuple[Any, ...]]:
@@ -85,57 +66,142 @@ def ends(training: Training, one: Callable[[Any], dict[str, Tensor]], some: list
 
 
 @pytest.mark.parametrize(("asks", "epochs"), [(False, 1), (False, 3), (True, 3)])
-def test_replayed_steps_are_the_steps(asks: bool, epochs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replayed_steps_are_the_steps(asks: bool, epochs: int, replays: list[int]) -> None:
     training, other, some = Training(asks=asks), Training(asks=asks), batches(30, epochs=epochs)
-    one = recorder(training, monkeypatch)
+    one = training.recorder()
     assert ends(training, one, some) == ends(other, other.act, some)
+    assert len(one.recordings) == 1, "those of epochs that have passed are let go"
     recordings = epochs if asks else 1
-    assert len(one.recordings) == recordings
     asked = 1 if asks else 0  # before the first step it is not known that it asks for its epoch
-    assert one.kind.replays == 30 - recordings * FIRST - asked  # type: ignore[attr-defined]
+    assert len(replays) == 30 - recordings * FIRST - asked
 
 
-def test_a_short_batch_is_a_step_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_batch_is_a_step_of_its_own(replays: list[int]) -> None:
     training, other = Training(), Training()
     some = [*batches(8), *batches(1, size=3), *batches(5)]
-    one = recorder(training, monkeypatch)
-    assert ends(training, one, some) == ends(other, other.act, some)
-    assert one.kind.replays == 13 - FIRST  # type: ignore[attr-defined]
+    assert ends(training, training.recorder(), some) == ends(other, other.act, some)
+    assert len(replays) == 13 - FIRST
 
 
-def test_few_steps_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_steps_are_not_recorded() -> None:
     training = Training()
-    one = recorder(training, monkeypatch, (PAYS - 1, PAYS - 1))
+    one = training.recorder((PAYS - 1, PAYS - 1))
     for of in batches(PAYS - 1):
         one(of)
     assert not one.recordings
     assert training.calls == PAYS - 1
 
 
-def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It draws numbers of its own: one more in the step that is tried, and none is lost."""
-    draw = iter(range(1000))
-    training = Training(drawn=lambda: float(next(draw)))
-    one = recorder(training, monkeypatch)
+ELSEWHERE = torch.zeros(1)
+KEPT: dict[str, Tensor] = {}
+ODD: dict[str, Callable[[Tensor], Any]] = {
+    "looks": lambda x: x.max().item(),
+    "picks": lambda x: x[x > 0.5].sum(),
+    "counts values": lambda x: torch.bincount((x > 0.5).long().flatten(), minlength=2)[0],
+    "Python's coin": lambda x: float(random.random() < 0.5),
+    "NumPy's coin": lambda x: float(np.random.rand() < 0.5),
+    "writes elsewhere": lambda x: ELSEWHERE.add_(1.0),
+    "keeps the last": lambda x: (KEPT.get("last", x).max(), KEPT.update(last=x * 2))[0],
+}
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(what: str, replays: list[int]) -> None:
+    """It ends where it ends by itself: nothing is drawn or written once more."""
+    some, ended = batches(20), []
+    for on in (False, True):
+        KEPT.clear()
+        ELSEWHERE.zero_()
+        random.seed(1)
+        np.random.seed(1)
+        training = Training(ODD[what])
+        ended.append(ends(training, training.recorder() if on else training.act, some))
+    assert not replays
+    assert ended[0] == ended[1]
+
+
+def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_process(replays: list[int]) -> None:
+    for _ in range(3):
+        training, count = Training(), iter(range(99))
+        training.more = lambda x, count=count: float(next(count))  # type: ignore[misc]
+        one = training.recorder()
+        for of in batches(20):
+            one(of)
+        assert not one.recordings
+    assert replays == [BATCH]
+
+
+def test_what_was_kept_of_the_batch_that_was_recorded_shows_on_the_next(replays: list[int]) -> None:
+    """As a teacher's logits for a batch, which are computed once however often they are asked for."""
+
+    class Teacher:
+        batch: Any = None
+
+        def logits(self, x: Tensor) -> Any:
+            if self.batch is not x:
+                self.batch, self.known = x, x.max() * 2
+            return self.known
+
+    some = batches(20)
+    training, other = Training(Teacher().logits), Training(Teacher().logits)
+    assert ends(training, training.recorder(), some) == ends(other, other.act, some)
+    assert len(replays) == 20 - FIRST, "it is recorded: the recording was given tensors of its own"
+
+
+def test_momentum_that_begins_late_is_left_alone() -> None:
+    training = Training(late=FIRST + 1)
+    one = training.recorder()
     for of in batches(20):
         one(of)
-    assert one.never
     assert not one.recordings
-    moved = float(training.weight) + sum(float(of[0].mean()) for of in batches(20))
-    used = [i for i in range(21) if i != FIRST + 1]  # the replay's own draw is undone
-    assert moved == pytest.approx(-sum(used), abs=1e-4)
+    assert training.calls == 20 + 1, "and the step that was recorded, of which nothing was computed"
 
 
-def test_momentum_that_begins_late_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(late=FIRST)
-    one = recorder(training, monkeypatch)
-    for of in batches(20):
-        one(of)
-    assert one.never
-    assert training.calls == 20
+def test_a_recording_that_fails_is_tried_once_in_a_process(monkeypatch: pytest.MonkeyPatch, replays: list[int]) -> None:
+    begun: list[Any] = []
+
+    def refuse(self: Graph) -> None:
+        Graph.capture_end(self)
+        begun.append(self)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": refuse}))
+    for _ in range(3):
+        training, other = Training(), Training()
+        assert ends(training, training.recorder(), batches(20)) == ends(other, other.act, batches(20))
+    assert len(begun) == 1
+    assert not replays
+
+
+def test_ctrl_c_while_a_step_is_recorded_is_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: Graph) -> None:
+        Graph.capture_end(self)
+        raise RuntimeError("the recording was broken off")
+
+    monkeypatch.setattr(recorded.torch.cuda, "CUDAGraph", type("Failing", (Graph,), {"capture_end": failing}))
+    training = Training()
+
+    def stopped(x: Tensor) -> float:
+        if training.calls == FIRST + 1:
+            raise KeyboardInterrupt
+        return 0.0
+
+    training.more = stopped
+    with pytest.raises(KeyboardInterrupt):
+        ends(training, training.recorder(), batches(20))
+
+
+def test_what_a_step_makes_itself_it_may_write_into() -> None:
+    own = torch.ones(3)
+    with watched([own], [own], set()) as watch:
+        made = own.clone()
+        made[:1].fill_(2.0)
+        own.add_(made)
+    assert not watch.seen
 
 
 def test_without_a_card_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     assert not recorded.is_wanted(torch.device("cpu"))
     assert recorded.is_wanted(torch.device("cuda"))
     monkeypatch.setenv(recorded.REPLAY, "0")

@@ -93,6 +93,23 @@ def test_a_comparison_of_finished_runs_is_read_and_no_other_is_begun(
     assert said in capsys.readouterr().err
 
 
+def test_a_finished_run_is_not_deleted_for_one_that_cannot_begin_here(
+    lacking: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, said = lacking
+    config = tmp_path / "small.toml"
+    config.write_text(toys.SMALL)
+    words = ["compare", str(config), "--methods", "fedavg", "--out", str(tmp_path / "out"), "--quiet", "--seeds", "1"]
+    assert call(words) == 0
+    (summary,) = (tmp_path / "out").glob("*/seed1/summary.json")
+    before = summary.read_bytes()
+    config.write_text(f"{line}\n{toys.SMALL}")
+    capsys.readouterr()
+    assert call([*words, "--overwrite"]) == 2
+    assert said in capsys.readouterr().err
+    assert summary.read_bytes() == before
+
+
 def test_a_new_run_is_refused_before_anything_is_read(lacking: tuple[str, str]) -> None:
     key, value = lacking[0].replace('"', "").split(" = ")
     with pytest.raises(ConfigError, match=lacking[1]):

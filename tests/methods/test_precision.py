@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,6 +121,30 @@ def test_products_are_rounded_where_that_was_asked_for() -> None:
         return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
     for kind in ("tf32", "fp32", "bf16"):
-        with precision.products(kind):
+        with precision.products(kind, torch.device("cuda")):
             assert rounded_ones() == (kind == "tf32",) * 2
         assert rounded_ones() == (False, False)
+
+
+NEWER = """
+import torch
+from fedstill.engines.precision import products, steady, without_cudnn
+{user}
+said = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+before = [one.fp32_precision for one in said]
+with products("fp32", torch.device("cpu")):
+    assert [one.fp32_precision for one in said] == before
+steady("cuda")
+for kind in ("tf32", "fp32"):
+    with products(kind, torch.device("cuda")), without_cudnn():
+        assert all((one.fp32_precision == "tf32") == (kind == "tf32") for one in said)
+    assert torch.backends.cudnn.enabled
+assert all(one.fp32_precision != "tf32" for one in said)
+"""
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older switches only")
+@pytest.mark.parametrize("user", ["", *(f"torch.backends.{part}fp32_precision = 'tf32'" for part in ("", "cudnn."))])
+def test_so_where_torchs_newer_switches_said_something_else(user: str) -> None:
+    """In a process of its own: torch refuses to read its older switches once the newer ones differ."""
+    subprocess.run([sys.executable, "-c", NEWER.format(user=user)], check=True)

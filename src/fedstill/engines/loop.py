@@ -1,5 +1,4 @@
-"""The one local training loop, for one client and for a stack of them: an objective, a plan and a start in; trained
-parameters out."""
+"""The one local training loop, of a client or a stack of them: objective, plan and start in, trained parameters out."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from fedstill.engines.how import How, as_carried, stage_examples, stage_generato
 from fedstill.engines.lone import LoneClient
 from fedstill.engines.looking_ahead import backward, gradients, looked_ahead
 from fedstill.engines.optimiser import optimiser
-from fedstill.engines.precision import Precision
+from fedstill.engines.precision import Precision, products
 from fedstill.engines.private import Private, example_gradients, noised_mean
 from fedstill.engines.recorded import Recorder, is_wanted, on_own_stream, whole_batches
 from fedstill.engines.returned import terms_of
@@ -65,17 +64,18 @@ def train(
     """Train one client for one stage. A pure function of its arguments: every draw comes from the run's seed by key."""
     view, inputs = as_carried(carry, view, inputs)
     draws = seed_for(seed, stage.round, stage.index, view.client, "dropout")
-    with drawing_from(draws) if draws_random_numbers(view.model) else nullcontext():
+    device = stage_examples(view, stage).labels.device
+    drawing = drawing_from(draws) if draws_random_numbers(view.model) else nullcontext()
+    with on_own_stream(device), products(precision, device), drawing:
         how = How(plan, stage, inputs, seed, precision, by_epoch, lr_round, private)
-        on = on_own_stream(stage_examples(view, stage).labels.device)
-        with on, closing(_Training(work, LoneClient(carry, view, how))) as training:
-            (trained,) = training.run()
-    return trained
+        with closing(_Training(work, LoneClient(carry, view, how))) as training:
+            return training.run()[0]
 
 
 def train_stack(work: ClientWork, carries: Sequence[Carry], views: Sequence[View], how: How) -> list[Trained]:
     """Train several clients of one structure (``Structures``) at once, up to rounding as ``train`` does each."""
-    return _Training(work, Stack(carries, views, how)).run()
+    with products(how.precision, stage_examples(views[0], how.stage).labels.device):
+        return _Training(work, Stack(carries, views, how)).run()
 
 
 DETACHED = (
@@ -153,7 +153,8 @@ class _Training:
             return None
         steps = whole_batches(plan, len(clients.examples))
         changed = lambda: [*self.params.values(), *self.optimiser.state()]  # noqa: E731
-        return Recorder(self._moved, changed, self.networks.asked, plan.batch, steps)
+        kind = (type(self.work), clients.view.model, plan, clients.how.precision)
+        return Recorder(self._moved, changed, self.networks.asked, plan.batch, steps, kind)
 
     def _moved(self, of: tuple[Any, ...], running: Tensor | None = None) -> dict[str, Tensor]:
         """The terms at a batch; what is trained is moved by their gradient."""

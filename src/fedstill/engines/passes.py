@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedstill.data.inputs import SHARD, Inputs, channels_last
 from fedstill.engines.cores import side_by_side
-from fedstill.engines.precision import Precision, lowered
+from fedstill.engines.precision import Precision, lowered, without_cudnn
 from fedstill.keys import generator
 from fedstill.models import contract
 from fedstill.models.joined import Joined
@@ -105,7 +105,7 @@ def _backward_of(m: nn.Module, device: torch.device) -> AbstractContextManager[A
     """cuDNN knows no backward pass of recurrent layers in a network that is only evaluated: torch's own does it."""
     if device.type != "cuda" or not any(isinstance(layer, nn.RNNBase) for layer in m.modules()):
         return nullcontext()
-    return torch.backends.cudnn.flags(enabled=False, deterministic=True, allow_tf32=False)
+    return without_cudnn()
 
 
 def by_shard(act: Callable[[Tensor], T], predict: Predict, data: Examples, inputs: Inputs, workers: int = 1) -> list[T]:

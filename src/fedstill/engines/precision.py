@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,11 +65,14 @@ def lowered(run: Callable[P, T], precision: Precision, device: torch.device) -> 
 
 
 @contextmanager
-def products(precision: Precision) -> Iterator[None]:
+def products(precision: Precision, device: torch.device) -> Iterator[None]:
     """Meanwhile a CUDA device rounds products to TensorFloat-32, if that is the precision; before and after, not.
 
-    The setting is the process's, like torch's: on a card clients train one after another.
+    The setting is the process's, like torch's: on a card clients train one after another. For the CPU it is left alone.
     """
+    if device.type != "cuda":
+        yield
+        return
     try:
         _round_products(precision == "tf32")
         yield
@@ -99,9 +103,25 @@ def card_named(device: str) -> str:
     return f"{torch.cuda.get_device_name()} (CUDA {torch.version.cuda}, cuDNN {cudnn})"
 
 
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Meanwhile torch's own kernels take the place of cuDNN's; its other settings are left alone."""
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
 def _round_products(on: bool) -> None:
+    """Set torch's older switches; then the newer ones, where a process has used them and they say something else."""
     torch.backends.cudnn.allow_tf32 = on
     torch.backends.cuda.matmul.allow_tf32 = on
+    for name in ("cuda.matmul", "cudnn.conv", "cudnn.rnn"):
+        switch = operator.attrgetter(name)(torch.backends) if hasattr(torch.backends, "fp32_precision") else None
+        if switch is not None and (switch.fp32_precision == "tf32") != on:
+            switch.fp32_precision = "tf32" if on else "ieee"
 
 
 def _floats(value: T) -> T:

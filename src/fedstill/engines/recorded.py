@@ -10,15 +10,15 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedstill.engines.on_host import watched
 from fedstill.errors import on_one_line
 from fedstill.records import Plan
 
@@ -27,8 +27,9 @@ log = logging.getLogger("fedstill.engine")
 REPLAY = "FEDSTILL_REPLAY"
 """The environment variable that keeps every step as it is, if it is 0."""
 
-FIRST = 2
-"""Steps of a client before one is recorded: in these, what a step needs is made (teachers' outputs, momentum)."""
+FIRST = 3
+"""Steps of a client before one is recorded: in the first, what a step needs is made (teachers' outputs, momentum); the
+others are watched."""
 
 PAYS = 12
 """Steps of one kind in a client's training from which recording one pays."""
@@ -39,39 +40,22 @@ SPARE = 2e9
 _turn = threading.RLock()
 """Held while a client trains on a card."""
 
-aten = torch.ops.aten
-WAITS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.equal, aten.lift_fresh}
-"""Operations whose result the host needs, or that bring one of its numbers: in a replay they would not be done."""
-COPIES = {aten._to_copy, aten.copy_}
+_refused: set[Hashable] = set()
+"""Kinds of steps that could not be recorded or replayed in this process; they are not tried again."""
 
 Terms = dict[str, Tensor]
 Of = tuple[Any, ...]
 """Of one client's step: inputs, labels, positions twice, no mask, the epoch."""
 
 
-class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether anything of a step is done by the host."""
-
-    seen = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = func(*args, **(kwargs or {}))
-        masked = func.overloadpacket is aten.index and any(i is not None and i.dtype == torch.bool for i in args[1])
-        copied = func.overloadpacket in COPIES
-        here = any(isinstance(v, Tensor) and not v.is_cuda and (copied or v.dim()) for v in (*args, given))
-        self.seen |= func.overloadpacket in WAITS or masked or here
-        return given
-
-
 @dataclass
 class Recording:
-    """A step's kernels, with the tensors that they read and the terms that they leave."""
+    """A step's kernels, with the tensors that they read and the terms that they leave; ``tried``: on another batch."""
 
     graph: torch.cuda.CUDAGraph
     of: Of
     terms: Terms
+    tried: bool = False
 
     def replay(self, of: Of) -> Terms:
         """The step on another batch of the same size."""
@@ -86,7 +70,8 @@ class Recorder:
     """A client's steps: ``act`` does one, in place of ``moves``, and gives its terms; recorded where that pays.
 
     ``asked``: what the objective has asked of a step beside its tensors; a recording holds for one epoch alone if it
-    has asked for that. ``steps``: how many whole batches training has, and an epoch.
+    has asked for that. ``steps``: how many whole batches training has, and an epoch. ``kind``: what such steps have in
+    common, of which one that fails is told.
     """
 
     act: Callable[[Of], Terms]
@@ -94,60 +79,86 @@ class Recorder:
     asked: set[str]
     batch: int
     steps: tuple[int, int]
+    kind: Hashable
     done: dict[int, int] = field(default_factory=dict)
     recordings: dict[int, Recording] = field(default_factory=dict)
-    never: bool = False
+    made: Set[int] = frozenset()
 
     def __call__(self, of: Of) -> Terms:
         """One step, as ``act`` does it."""
         epoch = of[5] if "epoch" in self.asked else -1
-        if recording := self.recordings.get(epoch) if len(of[1]) == self.batch else None:
-            return recording.replay(of)
-        if self.never or len(of[1]) != self.batch or self.steps["epoch" in self.asked] < PAYS:
+        if len(of[1]) != self.batch or self.kind in _refused or self.steps["epoch" in self.asked] < PAYS:
             return self.act(of)
-        before = self.done.get(epoch, 0)
-        self.done[epoch] = before + 1
-        if before < FIRST - 1:
+        if recording := self.recordings.get(epoch):
+            return recording.replay(of) if recording.tried else self._try(recording, of)
+        self.done[epoch] = done = self.done.get(epoch, 0) + 1
+        if done == 1:
             return self.act(of)
-        if before < FIRST:
-            with OnHost() as watch:  # type: ignore[no-untyped-call]
-                terms = self.act(of)
-            self.never = watch.seen
-            return terms
-        return self._record(of, epoch)
+        with watched(of[:3], self.moves(), self.made if done == FIRST else frozenset()) as watch:
+            terms = self.act(of)
+        self.made = watch.made
+        if watch.seen:
+            self._refuse()
+        elif done == FIRST:
+            self._record(of, epoch)
+        return terms
 
-    def _record(self, of: Of, epoch: int) -> Terms:
-        """This step, done twice from one place: as it is, and replayed. The recording is kept if no bit differs."""
+    def _record(self, of: Of, epoch: int) -> None:
+        """Record the kernels of a step; nothing is computed. It is given tensors that no pass has been kept of."""
+        self.recordings.clear()  # each holds a step's memory, and epochs do not come back
         mine: Of = (of[0].clone(), of[1].clone(), index := of[2].clone(), index, None, of[5])
-        state, drawn = self.moves(), torch.cuda.get_rng_state()
-        start = [v.detach().clone() for v in state]
-        terms = {k: v.detach().clone() for k, v in self.act(mine).items()}
-        if len(self.moves()) != len(state):  # momentum begins late
-            self.never = True
-            return terms
-        end, drawn_then = [v.detach().clone() for v in state], torch.cuda.get_rng_state()
-        put(state, start)
-        torch.cuda.set_rng_state(drawn)
+        before, pool = len(self.moves()), torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 given = self.act(mine)
             finally:
                 graph.capture_end()
         except RuntimeError as error:
-            log.info("a step cannot be recorded, and is launched kernel by kernel: %s", on_one_line(error))
-            self.never = True
+            _stopped(error, of[0].device, pool)
+            self._refuse()
         else:
-            recording = Recording(graph, mine, {k: v.detach() for k, v in given.items()})
-            graph.replay()
-            self.never = not all_equal([*state, *recording.terms.values()], [*end, *terms.values()])
-        if self.never:
+            self.recordings[epoch] = Recording(graph, mine, {k: v.detach() for k, v in given.items()})
+        for late in self.moves()[before:]:  # momentum that began while nothing was computed
+            late.detach().zero_()
+            self._refuse()
+
+    def _try(self, recording: Recording, of: Of) -> Terms:
+        """This step, done twice from one place: as it is, and replayed. The recording is kept if no bit differs.
+
+        It was made of another batch: what it has kept of that one shows.
+        """
+        state, drawn = self.moves(), torch.cuda.get_rng_state()
+        start = [v.detach().clone() for v in state]
+        terms = {k: v.detach().clone() for k, v in self.act(of).items()}
+        if len(self.moves()) != len(state) or {*terms} != {*recording.terms}:  # momentum begins late
+            self._refuse()
+            return terms
+        end, drawn_then = [v.detach().clone() for v in state], torch.cuda.get_rng_state()
+        put(state, start)
+        torch.cuda.set_rng_state(drawn)
+        replayed = recording.replay(of)
+        recording.tried = all_equal([*state, *(replayed[k] for k in terms)], [*end, *terms.values()])
+        if not recording.tried:
+            self._refuse()
             put(state, end)
             torch.cuda.set_rng_state(drawn_then)
-        else:
-            self.recordings[epoch] = recording
         return terms
+
+    def _refuse(self) -> None:
+        self.recordings.clear()
+        _refused.add(self.kind)
+
+
+def _stopped(error: RuntimeError, device: torch.device, pool: Any) -> None:
+    """A recording was broken off: Ctrl-C is raised again, and the card's memory is no longer set aside for it."""
+    with suppress(RuntimeError, AttributeError):  # newer versions of torch have done so
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch._C._cuda_endAllocateToPool(index, pool)
+    if isinstance(error.__context__, KeyboardInterrupt):
+        raise error.__context__
+    log.info("a step cannot be recorded, and is launched kernel by kernel: %s", on_one_line(error))
 
 
 def whole_batches(plan: Plan, examples: int) -> tuple[int, int]:
@@ -181,17 +192,22 @@ def is_wanted(device: torch.device) -> bool:
 def on_own_stream(device: torch.device) -> Iterator[None]:
     """On a CUDA card, in a stream in which steps can be recorded; what came before is done first, threads take turns.
 
-    What another thread did meanwhile would be recorded, too.
+    What another thread did meanwhile would be recorded, too, and would draw from the same generator.
     """
-    if not is_wanted(device):
+    if device.type != "cuda":
         yield
         return
-    own, other = _stream(device), torch.cuda.current_stream(device)
     with _turn:
-        own.wait_stream(other)
-        with torch.cuda.stream(own):
+        if not is_wanted(device):
             yield
-        other.wait_stream(own)
+            return
+        own, other = _stream(device), torch.cuda.current_stream(device)
+        own.wait_stream(other)
+        try:
+            with torch.cuda.stream(own):
+                yield
+        finally:
+            other.wait_stream(own)
         if torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) > SPARE:
             torch.cuda.empty_cache()
 

@@ -19,7 +19,7 @@ from fedstill.engines.frozen import FrozenModel, frozen
 from fedstill.engines.lent import Lent
 from fedstill.engines.loop import Trained, train
 from fedstill.engines.memory import Memory
-from fedstill.engines.precision import Precision, products
+from fedstill.engines.precision import Precision
 from fedstill.engines.private import Private
 from fedstill.engines.returned import carry_of, journal_fields, sent_and_remembered
 from fedstill.engines.reuse import KeptReplies, class_identity, key_of
@@ -190,8 +190,7 @@ class SerialEngine:
         own = view.client != SERVER and stage.view == "private"
         private = Private.of(self.privacy, self.secret) if own else None
         how = (self.precision, by_epoch, within, private)
-        with products(self.precision):
-            trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
+        trained = train(work, begun.carry, plan, stage, view, inputs, seed, *how)
         return trained, time.perf_counter() - start
 
     def _end(self, work: ClientWork, stage: Stage, begun: Begun, trained: Trained | None, seconds: float) -> Reply:

@@ -19,7 +19,6 @@ from fedstill.engines.footprint import activations
 from fedstill.engines.how import How, scores_count, stage_examples, trains_its_own
 from fedstill.engines.loop import Trained, train_stack
 from fedstill.engines.pooled import PooledEngine
-from fedstill.engines.precision import products
 from fedstill.engines.serial import Begun
 from fedstill.engines.shared_draws import Drew, drew_under_vmap
 from fedstill.engines.stacked_carry import Structures
@@ -192,6 +191,6 @@ class VectorisedEngine(PooledEngine):
             trained, seconds = self._train(work, how.stage, group[0], how.seed)
             return [trained], seconds
         start = time.perf_counter()
-        with torch_threads(self.threads[1]), products(self.precision):
+        with torch_threads(self.threads[1]):
             each = train_stack(work, [begun.carry for begun in group], [begun.view for begun in group], how)
         return each, (time.perf_counter() - start) / len(group)

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from fedstill import registry
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, IncompatibleMethod, on_one_line
 from fedstill.files import short_name
-from fedstill.keys import put_aside
+from fedstill.keys import put_aside, seed_global
 from fedstill.model_spec import as_pairs
 from fedstill.models.additions import with_additions
 from fedstill.models.handed import RULE, handed, refuse_other_inputs
@@ -90,8 +90,8 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
 
 def initial(spec: ModelSpec, seed: int) -> dict[str, Tensor]:
     """Initial parameters and buffers of a spec, a pure function of the seed."""
-    with put_aside():
-        torch.default_generator.manual_seed(seed)  # a card's is left alone: weights are drawn on the CPU
+    with put_aside(card=True):
+        seed_global(seed)  # a network of a user's own may be made on a card
         made = build(spec)
     return {k: v.detach().clone() for k, v in entries(spec, made).items()}
 

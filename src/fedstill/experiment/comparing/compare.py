@@ -20,7 +20,7 @@ import torch
 from fedstill.engines.cores import WORKERS, cores
 from fedstill.engines.precision import check_machine
 from fedstill.errors import ConfigError, CorruptFile, FedstillError, Interrupted
-from fedstill.experiment.comparing.standing import make_way
+from fedstill.experiment.comparing.standing import in_the_way, make_way
 from fedstill.experiment.comparing.stopping import Asked, StopsWhenAsked, deaf
 from fedstill.experiment.comparing.variants import Variant, with_starts
 from fedstill.experiment.config.experiment import Experiment
@@ -161,12 +161,17 @@ KILLED: Answer = (
 
 
 def _refuse_lacking(run: Variant) -> None:
-    """Raise ConfigError where this machine lacks what a run needs, if that is not finished."""
+    """Raise ConfigError where this machine lacks what a run needs, if that is not finished, or is to be begun anew."""
     try:
         check_machine(run.settings.precision, run.settings.device)
     except ConfigError:
-        if not _is_whole(run.folder):
+        if not _stays(run):
             raise
+
+
+def _stays(run: Variant) -> bool:
+    """Whether nothing of a run is to be done: it is finished, and so is the one that it started from."""
+    return _is_whole(run.folder) and not in_the_way(run) and (run.after is None or _stays(run.after))
 
 
 def _is_whole(folder: Path) -> bool:

@@ -35,7 +35,7 @@ def make_way(variants: Sequence[Variant], overwrite: bool) -> None:
     anew = set[Path]()
     for variant in variants:
         after = variant.after is not None and variant.after.folder in anew
-        if why := _in_the_way(variant) or ("holds a run that started from one that is begun anew" if after else ""):
+        if why := in_the_way(variant) or ("holds a run that started from one that is begun anew" if after else ""):
             _clear(variant, why, overwrite)
             anew.add(variant.folder)
     if left := [v for v in variants if not _is_finished(v)]:
@@ -105,7 +105,8 @@ def _start(variant: Variant) -> Mapping[str, Any]:
     return start if isinstance(start, Mapping) else {}
 
 
-def _in_the_way(variant: Variant) -> str:
+def in_the_way(variant: Variant) -> str:
+    """Why the run in a variant's folder is not the variant's; empty if it is, or there is none."""
     try:
         if other := other_settings(variant):
             return f"holds a run with other settings ({', '.join(other)})"

@@ -1,0 +1,87 @@
+"""A card's recordings of steps, imitated on the CPU: operations are noted below autograd, and done again in place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fedstill.engines import loop, recorded
+
+aten = torch.ops.aten
+UNSAID = {aten.native_batch_norm: (3, 4), aten._native_batch_norm_legit: (3, 4)}
+"""Arguments that operations write into although their schemas do not say it."""
+
+
+def places(values: Any) -> dict[int, Tensor]:
+    """Tensors by where their memory is."""
+    return {v.untyped_storage().data_ptr(): v for v in tree_leaves(values) if isinstance(v, Tensor)}
+
+
+class Noting(TorchDispatchMode):
+    """Notes operations with their tensors, and what was in memory that they write into and did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[tuple[Any, Any, Any, Any]] = []
+        self.before: dict[int, tuple[Tensor, Any]] = {}
+        self.made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        said = [(a.name, i) for i, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+        written = [args[i] if i < len(args) else kwargs.get(name) for name, i in said]
+        for place, tensor in places([*written, *(args[i] for i in UNSAID.get(func.overloadpacket, ()))]).items():
+            if place not in self.made and place not in self.before:
+                self.before[place] = tensor, tensor.untyped_storage().clone()
+        given = func(*args, **kwargs)
+        self.made |= {k: v for k, v in places(given).items() if k not in places((args, kwargs))}
+        self.done.append((func, args, kwargs, given))
+        return given
+
+
+class Graph:
+    """While it records, memory is as before; a replay reads and writes the memory that was recorded."""
+
+    def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+        self.noting, self.drawn = Noting(), torch.get_rng_state()
+        self.noting.__enter__()
+
+    def capture_end(self) -> None:
+        self.noting.__exit__(None, None, None)
+        torch.set_rng_state(self.drawn)
+        for tensor, before in self.noting.before.values():
+            tensor.untyped_storage().copy_(before)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for func, args, kwargs, given in self.noting.done:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(given), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+                    old.detach().copy_(new)
+
+
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have steps on the CPU recorded and replayed as on a card, if the environment does not say otherwise."""
+    card = SimpleNamespace(
+        CUDAGraph=Graph,
+        graph_pool_handle=lambda: (0, 0),
+        current_device=lambda: 0,
+        get_rng_state=torch.get_rng_state,
+        set_rng_state=torch.set_rng_state,
+    )
+    wanted = lambda device: os.environ.get(recorded.REPLAY, "1") != "0"  # noqa: E731
+    monkeypatch.setattr(recorded, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
+    monkeypatch.setattr(recorded, "_refused", set())
+    for module in (recorded, loop):
+        monkeypatch.setattr(module, "is_wanted", wanted)
