@@ -15,7 +15,7 @@ Reading: the code's g in W is the gradient of the whole loss; its option ``lseg`
 Reading: the code lets an omega be negative; ``clamp`` cuts it off at 0.
 Reading: the code trains with an Adam per client that lives on between rounds, SFedKD's table with the SGD of the other
 rows; we follow the table. SFedKD names no c and a: the code's defaults are 0.1 and, by class, 0.5; its script has 10
-and 1. With 0.1 SFedKD's setting, reduced, diverged on three seeds of three (runs not kept): ``weight`` is 0.01.
+and 1. With 0.1 SFedKD's setting, reduced, diverged on three seeds of three: ``weight`` is 0.01.
 """
 
 from __future__ import annotations
