@@ -201,6 +201,26 @@ def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
     assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], "rounds not above"
 
 
+def test_the_chain_at_full_size_is_what_the_page_says_of_it() -> None:
+    text = " ".join(PAGE.partition("## SFedKD, Table 1, Fashion-MNIST, at full size")[2].partition("\n## ")[0].split())
+    folder = readable(ROOT / "results" / "sfedkd-table1-full")
+    rows = [read_journal(folder / f"FMNIST_2-.5_{m}/seed1/journal.jsonl") for m in ("FedAvg", "FedSeq", "SFedKD")]
+    steps = {sum(e.get("steps", 0) for e in events if e["event"] == "client") for events in rows}
+    assert [f"{n:,} steps" in text for n in steps] == [True]
+    curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in rows]
+    fedavg, fedseq, sfedkd = ([statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves)
+    over = [a - b for a, b in zip(fedseq, fedavg, strict=True)]
+    assert f"{min(over):.1f} to {max(over):.1f} in the mean of each hundred rounds" in text
+    both = [f"{a:.1f} and {b:.1f}" for a, b in zip(sfedkd, fedseq, strict=True)]
+    assert (
+        "{} in the first, {} in the second, {} in the sixth, {} in the last".format(*(both[i] for i in (0, 1, 5, 9)))
+        in text
+    )
+    leads = [a - b for a, b in zip(sfedkd, fedseq, strict=True)]
+    assert min(leads) > 0
+    assert f"above in each, by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last" in text
+
+
 def by_fifties(lead: list[float]) -> str:
     return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
 
