@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstill.engines import recorded
+from fedstill.engines import on_host, recorded
 from fedstill.engines.on_host import watched
 from fedstill.engines.recorded import FIRST, PAYS, Recorder, Recording
 from imitated_card import Graph, record_on_cpu
@@ -198,6 +199,23 @@ def test_what_a_step_makes_itself_it_may_write_into() -> None:
         made[:1].fill_(2.0)
         own.add_(made)
     assert not watch.seen
+
+
+def test_that_the_host_waited_for_a_card_is_heard_and_other_warnings_are_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with on_host._waits_said(torch.device("cuda")) as waits:
+            assert modes[-1] == "warn"
+            for text in ("called a synchronizing CUDA operation", "Synchronization debug mode is new", "another"):
+                warnings.warn(text, stacklevel=1)
+    assert waits == ["called a synchronizing CUDA operation"]
+    assert [str(one.message) for one in said] == ["another"]
+    assert modes == [0, "warn", 0]
 
 
 def test_without_a_card_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,9 @@ WAITS = {
 BY_MASK = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 COPIES = {aten._to_copy, aten.copy_}
 
+_said: dict[Any, Any] = {}
+"""Warnings that were passed on: each is said once."""
+
 
 class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes, while a step is done on a device, whether any of it is left to the host, or moves what is not its own.
@@ -101,7 +104,7 @@ def _waits_said(device: torch.device) -> Iterator[list[str]]:
         if "synchronizing CUDA operation" in str(one.message):
             waits.append(str(one.message))
         elif "Synchronization debug mode" not in str(one.message):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno, registry=_said)
 
 
 def _of_numpy() -> tuple[Any, ...]:
