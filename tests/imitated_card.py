@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fedstill.engines import loop, recorded
+from fedstill.engines.cores import WORKERS
 
 aten = torch.ops.aten
 UNSAID = {aten.native_batch_norm: (3, 4), aten._native_batch_norm_legit: (3, 4)}
@@ -77,11 +78,13 @@ def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         CUDAGraph=Graph,
         graph_pool_handle=lambda: (0, 0),
         current_device=lambda: 0,
+        default_generators=[None],
         get_rng_state=torch.get_rng_state,
         set_rng_state=torch.set_rng_state,
     )
     wanted = lambda device: os.environ.get(recorded.REPLAY, "1") != "0"  # noqa: E731
     monkeypatch.setattr(recorded, "torch", SimpleNamespace(**{**vars(torch), "cuda": card}))
     monkeypatch.setattr(recorded, "_refused", set())
+    monkeypatch.setenv(WORKERS, "1")  # a teacher's pass in another thread would not be noted
     for module in (recorded, loop):
         monkeypatch.setattr(module, "is_wanted", wanted)

@@ -93,9 +93,13 @@ def test_few_steps_are_not_recorded() -> None:
     assert training.calls == PAYS - 1
 
 
+OWN = random.Random(3)
 ELSEWHERE = torch.zeros(1)
 KEPT: dict[str, Tensor] = {}
+SEEN: list[Tensor] = []
 ODD: dict[str, Callable[[Tensor], Any]] = {
+    "counts": lambda x: (SEEN.append(x), float(len(SEEN)))[1],
+    "draws by a generator of its own": lambda x: float(OWN.random() < 0.5),
     "looks": lambda x: x.max().item(),
     "picks": lambda x: x[x > 0.5].sum(),
     "counts values": lambda x: torch.bincount((x > 0.5).long().flatten(), minlength=2)[0],
@@ -112,6 +116,8 @@ def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(what: str, repla
     some, ended = batches(20), []
     for on in (False, True):
         KEPT.clear()
+        SEEN.clear()
+        OWN.seed(3)
         ELSEWHERE.zero_()
         random.seed(1)
         np.random.seed(1)
@@ -124,7 +130,7 @@ def test_a_step_that_a_replay_does_not_repeat_is_never_replayed(what: str, repla
 def test_a_step_that_ends_elsewhere_when_it_is_replayed_is_tried_once_in_a_process(replays: list[int]) -> None:
     for _ in range(3):
         training, count = Training(), iter(range(99))
-        training.more = lambda x, count=count: float(next(count))  # type: ignore[misc]
+        training.more = lambda x, count=count: float(next(count) > FIRST)  # type: ignore[misc]
         one = training.recorder()
         for of in batches(20):
             one(of)
@@ -147,6 +153,36 @@ def test_what_was_kept_of_the_batch_that_was_recorded_shows_on_the_next(replays:
     training, other = Training(Teacher().logits), Training(Teacher().logits)
     assert ends(training, training.recorder(), some) == ends(other, other.act, some)
     assert len(replays) == 20 - FIRST, "it is recorded: the recording was given tensors of its own"
+
+
+def test_momentum_that_begins_while_a_step_is_recorded_begins_at_0() -> None:
+    """And what other parameters have gathered stays."""
+    training = Training()
+    first, late = torch.ones(1), torch.full((1,), 7.0)
+    training.moves = lambda: [training.weight, *[late] * (training.calls > FIRST), first]  # type: ignore[method-assign]
+    one = training.recorder()
+    for of in batches(FIRST):
+        one(of)
+    assert (float(first), float(late)) == (1.0, 0.0)
+    assert not one.recordings
+
+
+def test_a_client_that_diverged_is_no_reason_to_refuse_the_others(replays: list[int]) -> None:
+    some = batches(20)
+    for weight in (float("nan"), 0.0):
+        training, other = Training(), Training()
+        training.weight.fill_(weight)
+        other.weight.fill_(weight)
+        assert str(ends(training, training.recorder(), some)) == str(ends(other, other.act, some))
+    assert len(replays) == 2 * (20 - FIRST)
+
+
+def test_zeros_without_memory_are_watched_as_others() -> None:
+    """Forward-mode derivatives have them."""
+    x = torch.ones(2)
+    with watched([x], [x], set()):
+        added = torch.add(x, torch._efficientzerotensor(2))
+    assert added.tolist() == [1.0, 1.0]
 
 
 def test_momentum_that_begins_late_is_left_alone() -> None:

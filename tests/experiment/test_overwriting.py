@@ -216,7 +216,7 @@ def test_finished_runs_on_other_data_are_in_the_way_of_those_that_are_left(chang
 
 
 def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run(tmp_path: Path) -> None:
-    """Others' folder may hold anything; and an unfinished run goes on with the folder that it has."""
+    """Others' folder may hold anything, and that of public data; an unfinished run goes on with the folder it has."""
     for name, data, other in (("digits", None, []), ("blobs", toys.blobs(), ["data.folder"])):
         experiment = toys.toy(rounds=1, data={"name": name, "folder": str(tmp_path)})
         (there,) = variants(experiment, tmp_path / name, ("fedavg",), (1,))
@@ -225,6 +225,12 @@ def test_where_data_of_known_checksums_lie_is_no_other_setting_of_a_finished_run
         (asked,) = variants(moved, tmp_path / name, ("fedavg",), (1,))
         assert asked.folder == there.folder
         assert other_settings(asked) == other
+        public = replace(asked.settings.data, public=20, public_from="photos")
+        for one in (there, asked):
+            photos = replace(
+                asked, settings=replace(one.settings, data=replace(public, folder=one.settings.data.folder))
+            )
+            assert ("data.folder" in other_settings(photos)) == (one is asked)
         (asked.folder / "summary.json").unlink()
         assert other_settings(asked) == ["data.folder"]
 

@@ -155,4 +155,4 @@ def test_what_a_replay_would_not_do_is_not_recorded(what: str, replays: list[int
     assert isinstance(ready.settings.method, FedAvg)
     (reply,) = ready.engine().run(Odd(what, []), stage, {0: Payload(params=ready.world.initial(0))}, 7)
     assert not reply.failure
-    assert len(replays) == (what == "counts"), "it shows only when the recording is tried"
+    assert not replays

@@ -46,17 +46,24 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     own: the tensors that a step moves; it may write into these, and into what it makes. kept: where the step before
     made tensors, ``made`` of its watch; one that is there still, and is read, was kept from step to step in Python.
+    ``done``: the operations, with their numbers.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, device: torch.device, own: Sequence[Tensor], kept: Set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.kept, self.seen = device, kept, False
         self.own, self.made = {_place(tensor) for tensor in own}, {0}
+        self.done: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):
+            self.seen = True
+            return func(*args, **kwargs)
         packet, written = func.overloadpacket, _written(func, args, kwargs)
         given = func(*args, **kwargs)
         self.seen |= packet in WAITS or (packet in BY_MASK and any(_is_mask(i) for i in args[1]))
@@ -65,6 +72,7 @@ class OnHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
             away = isinstance(tensor, Tensor) and tensor.device != self.device
             self.seen |= away and (packet in COPIES or tensor.dim() > 0)
         read = {_place(tensor) for tensor in _tensors((args, kwargs))}
+        self.done.append((func, *(v for v in tree_leaves((args, kwargs)) if isinstance(v, int | float))))
         self.seen |= not {_place(tensor) for tensor in written} <= self.own | self.made
         self.seen |= bool((read - self.own - self.made) & self.kept)
         self.made |= {_place(tensor) for tensor in _tensors(given)} - read
@@ -127,5 +135,6 @@ def _is_mask(index: Tensor | None) -> bool:
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory is; views of it have the same. 0 of one without any, or that is sparse."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+    """Where a tensor's memory is; views of it have the same. 0 of one without any."""
+    there = tensor.layout == torch.strided and not tensor._is_zerotensor()
+    return tensor.untyped_storage().data_ptr() if there else 0

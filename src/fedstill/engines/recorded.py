@@ -10,7 +10,7 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstill.engines.on_host import watched
+from fedstill.engines.on_host import OnHost, watched
 from fedstill.errors import on_one_line
 from fedstill.records import Plan
 
@@ -82,7 +82,7 @@ class Recorder:
     kind: Hashable
     done: dict[int, int] = field(default_factory=dict)
     recordings: dict[int, Recording] = field(default_factory=dict)
-    made: Set[int] = frozenset()
+    watch: OnHost | None = None
 
     def __call__(self, of: Of) -> Terms:
         """One step, as ``act`` does it."""
@@ -94,11 +94,13 @@ class Recorder:
         self.done[epoch] = done = self.done.get(epoch, 0) + 1
         if done == 1:
             return self.act(of)
-        with watched(of[:3], self.moves(), self.made if done == FIRST else frozenset()) as watch:
+        with watched(of[:3], self.moves(), self.watch.made if self.watch and done == FIRST else frozenset()) as watch:
             terms = self.act(of)
-        self.made = watch.made
+        before, self.watch = self.watch, watch
         if watch.seen:
-            self._refuse()
+            self._refuse("a part of it is left to the host")
+        elif done == FIRST and before is not None and before.done != watch.done:
+            self._refuse("it is not the same operations each time")
         elif done == FIRST:
             self._record(of, epoch)
         return terms
@@ -107,7 +109,7 @@ class Recorder:
         """Record the kernels of a step; nothing is computed. It is given tensors that no pass has been kept of."""
         self.recordings.clear()  # each holds a step's memory, and epochs do not come back
         mine: Of = (of[0].clone(), of[1].clone(), index := of[2].clone(), index, None, of[5])
-        before, pool = len(self.moves()), torch.cuda.graph_pool_handle()
+        before, pool = {id(tensor) for tensor in self.moves()}, torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -117,12 +119,12 @@ class Recorder:
                 graph.capture_end()
         except RuntimeError as error:
             _stopped(error, of[0].device, pool)
-            self._refuse()
+            self._refuse(on_one_line(error))
         else:
             self.recordings[epoch] = Recording(graph, mine, {k: v.detach() for k, v in given.items()})
-        for late in self.moves()[before:]:  # momentum that began while nothing was computed
-            late.detach().zero_()
-            self._refuse()
+        for late in [tensor for tensor in self.moves() if id(tensor) not in before]:
+            late.detach().zero_()  # momentum that began while nothing was computed
+            self._refuse("momentum begins late")
 
     def _try(self, recording: Recording, of: Of) -> Terms:
         """This step, done twice from one place: as it is, and replayed. The recording is kept if no bit differs.
@@ -133,7 +135,7 @@ class Recorder:
         start = [v.detach().clone() for v in state]
         terms = {k: v.detach().clone() for k, v in self.act(of).items()}
         if len(self.moves()) != len(state) or {*terms} != {*recording.terms}:  # momentum begins late
-            self._refuse()
+            self._refuse("momentum begins late")
             return terms
         end, drawn_then = [v.detach().clone() for v in state], torch.cuda.get_rng_state()
         put(state, start)
@@ -141,24 +143,33 @@ class Recorder:
         replayed = recording.replay(of)
         recording.tried = all_equal([*state, *(replayed[k] for k in terms)], [*end, *terms.values()])
         if not recording.tried:
-            self._refuse()
+            self._refuse("replayed it ends at other bits")
             put(state, end)
             torch.cuda.set_rng_state(drawn_then)
         return terms
 
-    def _refuse(self) -> None:
+    def _refuse(self, why: str) -> None:
+        log.info("a step cannot be recorded, and is launched kernel by kernel: %s", why)
         self.recordings.clear()
         _refused.add(self.kind)
 
 
 def _stopped(error: RuntimeError, device: torch.device, pool: Any) -> None:
-    """A recording was broken off: Ctrl-C is raised again, and the card's memory is no longer set aside for it."""
-    with suppress(RuntimeError, AttributeError):  # newer versions of torch have done so
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch._C._cuda_endAllocateToPool(index, pool)
+    """A recording was broken off: the card is as before, and Ctrl-C is raised again.
+
+    Its memory is no longer set aside for the recording, which torch does only of one that ends well (then the first
+    call says so); and its generator no longer believes that it is recorded, as in some versions.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError, StopIteration):
+        named = [f"_cuda_endAllocate{what}ToPool" for what in ("", "CurrentStream")]  # the second before torch 2.8
+        next(getattr(torch._C, name) for name in named if hasattr(torch._C, name))(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+    with suppress(RuntimeError, AttributeError):
+        drawing = torch.cuda.default_generators[index]
+        drawing.graphsafe_set_state(drawing.clone_state())
     if isinstance(error.__context__, KeyboardInterrupt):
         raise error.__context__
-    log.info("a step cannot be recorded, and is launched kernel by kernel: %s", on_one_line(error))
 
 
 def whole_batches(plan: Plan, examples: int) -> tuple[int, int]:
@@ -179,8 +190,9 @@ def put(state: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def all_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether tensors are equal, one by one; the host waits once."""
-    return bool(torch.stack([(a == b).all() for a, b in zip(some, others, strict=True)]).all())
+    """Whether tensors are equal, one by one, and not a number at the same places; the host waits once."""
+    pairs = zip(some, others, strict=True)
+    return bool(torch.stack([((a == b) | ((a != a) & (b != b))).all() for a, b in pairs]).all())
 
 
 def is_wanted(device: torch.device) -> bool:

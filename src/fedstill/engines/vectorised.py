@@ -82,7 +82,7 @@ def _stack_fails(spec: ModelSpec) -> str:
     entries = {k: torch.stack([v.detach(), v.detach()]) for k, v in contract.entries(spec, m).items()}
     params = {k: v.requires_grad_(k in contract.trainable_names(spec)) for k, v in entries.items()}
     try:
-        with warnings.catch_warnings(), put_aside():
+        with warnings.catch_warnings(), put_aside(card=True):
             warnings.simplefilter("ignore")
             out = torch.func.vmap(partial(contract.forward, m))(params, torch.stack([x, x]))
             out.sum().backward()  # type: ignore[no-untyped-call]

@@ -83,7 +83,7 @@ def module(spec: ModelSpec, role: str = "student") -> nn.Module:
     """This thread's module of a spec and role: a module to run parameters in; its own weights are not used."""
     cache: dict[tuple[ModelSpec, str], nn.Module] = _modules.__dict__.setdefault("cache", {})
     if (spec, role) not in cache:
-        with put_aside():
+        with put_aside(card=True):
             cache[spec, role] = build(spec)
     return cache[spec, role]
 
@@ -215,7 +215,7 @@ class Predictor:
 
         Raises CorruptFile where they are not those of the architecture.
         """
-        with put_aside():
+        with put_aside(card=True):
             made = build(self.spec)
         try:
             made.load_state_dict({**made.state_dict(), **self.params} if self.spec.held else dict(self.params))

@@ -49,7 +49,7 @@ def _moves(m: nn.Module, x: Tensor) -> bool:
     for layer in m.modules():
         if isinstance(layer, contract.NORMS):
             layer.eval()
-    with put_aside(), torch.no_grad():
+    with put_aside(card=True), torch.no_grad():
         before = torch.get_rng_state()
         contract.forward(m, {name: value.clone() for name, value in m.named_buffers()}, x)
         return not torch.equal(torch.get_rng_state(), before)

@@ -16,6 +16,7 @@ from fedstill.experiment.config.earlier import unsaid
 from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import DataTable
+from fedstill.experiment.preparing.public_data import NOISE, TRAIN
 from fedstill.experiment.run_directory.begun import refuse_changed, settings_of
 from fedstill.experiment.run_directory.claim import locked
 from fedstill.experiment.run_directory.overwriting import clear
@@ -73,7 +74,7 @@ def _same_wherever(data: DataTable) -> bool:
     """Whether a data set's name says which examples it has: its checksums are known, so other data are refused."""
     known = KNOWN.get(data.name)
     as_known = not (data.image_column or data.label_column or data.size or data.form)
-    return as_known and known is not None and bool(known.sums)
+    return as_known and known is not None and bool(known.sums) and data.public_from in (TRAIN, NOISE)
 
 
 def as_settled(folder: Path) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _runs(spec: ModelSpec, x: torch.Tensor) -> bool:
     m = contract.module(spec, "frozen")
     own = {name: value.detach().clone() for name, value in (*m.named_parameters(), *m.named_buffers())}
     try:
-        with put_aside(), torch.no_grad():
+        with put_aside(card=True), torch.no_grad():
             contract.forward(m.train(), own, x)
     except ValueError:  # torch's: expected more than 1 value per channel
         return False
