@@ -7,6 +7,8 @@ import torch
 
 import toys
 from fedstill.errors import ConfigError, IncompatibleMethod
+from fedstill.experiment.config.overrides import parse_overrides
+from fedstill.experiment.config.query_table import read_query
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
 from fedstill.queries import Asking, Standing, because, check_queries, check_unseen, drawn, offers, picked, reasons
@@ -37,6 +39,16 @@ def test_a_draw_is_a_function_of_its_seed_and_of_the_client_alone() -> None:
     assert drawn(Asking("multi", 5), COUNTS) == drawn(Asking("multi", 5), COUNTS)
     more = torch.cat([COUNTS, COUNTS[:1]])
     assert drawn(Asking("multi", 5), more)[0] == drawn(Asking("multi", 5), COUNTS)[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "by"),
+    [("lack", ("lack",)), ("lack,need", ("lack", "need")), ("[lack, need]", ("lack", "need")), ('"lack"', ("lack",))],
+)
+def test_reasons_to_ask_may_be_typed_with_commas(typed: str, by: tuple[str, ...]) -> None:
+    needs = {"needs": {"3": [1]}} if "need" in by else {}
+    read = read_query({"draw": "all", **needs, **parse_overrides((f"by={typed}",))})
+    assert read.by == by
 
 
 def test_all_methods_of_a_run_share_the_queries() -> None:

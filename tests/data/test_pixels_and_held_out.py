@@ -96,6 +96,7 @@ def test_a_key_that_is_unset_is_not_written(tmp_path: Path) -> None:
             {"mean": (123.7,)},
             r"^data.mean = 123.7: input should be less than or equal to 1: pixels are numbers in \[0, 1\] here$",
         ),
+        ({"std": (0.5, 1e-300, 0.5)}, r"^data.std = 1e-300: pixels are numbers in \[0, 1\] here; give 0.0001 or more$"),
         ({"mean": (float("nan"),)}, r"^data.mean = nan: input should be a finite number$"),
         ({"std": (float("inf"),)}, r"^data.std = inf: input should be a finite number$"),
         ({"mean": ()}, r"^data.mean = \[\]: tuple should have at least 1 item"),

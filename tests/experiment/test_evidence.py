@@ -82,6 +82,7 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     gone(runs)
     for named in (packed, runs, runs.parent):
         assert [(r.settings, r.rounds, r.written // 1) for r in find([named])] == read
+        assert [r.named for r in find([named])] == [runs / "fedavg/seed1", runs / "fedavg/seed2"], "not in the cache"
     assert [r.seed for r in find([runs / "fedavg/seed2"])] == [2], "a folder in a pack"
     assert not runs.exists()
     evidence.unpack(packed)
@@ -91,10 +92,12 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
 def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed = evidence.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
-    assert "restores configs, journals and summaries, not models" in capsys.readouterr().out
+    assert "restores configs, journals, splits and summaries, not models" in capsys.readouterr().out
     gone(runs)
     assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
-    assert (runs.parent / "page.html").stat().st_size > 100_000
+    page = (runs.parent / "page.html").read_text(encoding="utf-8")
+    assert len(page) > 100_000 and str(runs / "fedavg/seed1") in page
+    assert str(runs.parent.parent / "cache") not in page
     assert call(["unpack", str(packed)]) == 0
     assert call(["unpack", str(packed)]) == 2
     assert "is there already; move it away first" in capsys.readouterr().err

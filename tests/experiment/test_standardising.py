@@ -146,6 +146,7 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ({"mean": (1.0,), "std": (1.0,)}, "data.mean has 1 numbers and data.std 1; mine has 4 columns"),
         ({"augment": ("crop",)}, r"data.augment = \['crop'\] is for images as pixels; mine holds rows of a table"),
         ({"public_resize": True}, "data.public_resize is for images; mine holds rows of a table"),
+        ({"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4}, "= 'own' does not read data.mean and data.std"),
         ({"standardise": "none", "missing": "mean"}, "data.missing = 'mean' needs a mean"),
     ],
 )
@@ -160,3 +161,5 @@ def test_a_network_of_images_is_refused_with_one_that_fits() -> None:
     texts = [(torch.ones(20, 5).int(), torch.arange(20) % 2)] * 2
     with pytest.raises(ConfigError, match=r"model 'mlp' takes numbers, and these examples are texts"):
         prepare(settle(toys.toy(model="mlp", topology={"clients": 2})), from_tensors("t", *texts, vocabulary=9))
+    with pytest.raises(ConfigError, match=r"^data.mean and data.std are for numbers; t holds texts$"):
+        ready(from_tensors("t", *texts, vocabulary=9), mean=(0.5,), std=(0.5,))

@@ -140,7 +140,7 @@ def pack_command(directory: Path) -> int:
 
     packed = evidence.pack(directory)
     size, unpack = f"{packed.stat().st_size / 1e3:,.0f} kB", f"`fedstill unpack {in_shell(packed)}`"
-    print(f"{packed}: {size}; {unpack} restores configs, journals and summaries, not models")
+    print(f"{packed}: {size}; {unpack} restores configs, journals, splits and summaries, not models")
     return 0
 
 

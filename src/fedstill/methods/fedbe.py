@@ -6,8 +6,9 @@ Symbols: M = ``samples``; alpha of the Dirichlet distribution = ``concentration`
 State: the global parameters; model.N = what client N sent in this round, until the server has distilled; sizes = how
 these clients are weighed, until then.
 Memory: nothing.
-Reading: the Gaussian's mean is the average, its variance that of the clients' entries around it, weighed alike. The
-code has it of changes divided by their norm, each tensor for itself, and multiplies deviations by 0.1 (``spread``).
+Reading: the Gaussian's mean is the average, its variance that of the clients' entries around it, each with the
+client's weight in the average. The code has it of changes divided by their norm, each tensor for itself, and
+multiplies deviations by 0.1 (``spread``).
 Reading: a model from the Dirichlet distribution is the mean of the clients' with the shares drawn, as in the code.
 Reading: buffers are not drawn: drawn models have those of the average. In the averaged weights they are the last
 step's; the code computes those of batch normalisation anew.

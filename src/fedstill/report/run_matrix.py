@@ -24,7 +24,7 @@ def run_matrices(directory: Path) -> list[AccuracyMatrix]:
             f"{directory}: no run in it has ended a task; give a run with [stream], or a CSV file with a row for each "
             "task's end"
         )
-    return [_matrix(run, str(run.folder)) for run in runs]
+    return [_matrix(run, str(run.named)) for run in runs]
 
 
 def _matrix(run: Run, name: str) -> AccuracyMatrix:

@@ -18,7 +18,7 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import refuse_changed
 from fedstill.experiment.run_directory.cut_short import refuse_cut
-from fedstill.experiment.run_directory.evidence import packs_below, readable
+from fedstill.experiment.run_directory.evidence import SUFFIX, packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
 from fedstill.experiment.why.falls import with_later_looks
@@ -35,7 +35,8 @@ class Run:
     yet. ``rounds``, ``clients``: the events of that name, in order; ``measures``: what measures saw. ``written``: when
     the journal was last written, in seconds since 1970. ``resumed``: where the run went on with other versions.
     ``label_counts``: what each client has of each class, (C,) by client; of no client where nobody knows them.
-    ``networks``: the name of each client's network; empty where all have the server's.
+    ``networks``: the name of each client's network; empty where all have the server's. ``named``: where a reader finds
+    it, ``folder`` if it is in no pack.
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class Run:
     label_counts: LabelCounts = field(default_factory=lambda: LabelCounts.of_table([], 0))
     networks: Sequence[str] = ()
     task_ends: Sequence[Event] = ()
+    named: Path = Path()
 
     @property
     def seed(self) -> int:
@@ -121,21 +123,21 @@ def find(directories: Sequence[Path]) -> list[Run]:
 
     Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
     """
-    folders: dict[Path, Path] = {}
+    folders: dict[Path, tuple[Path, Path]] = {}
     for named in directories:
         directory = readable(named)
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
-        run_folders = sorted(_below(directory), key=natural)
+        run_folders = sorted(_below(directory, _unpacked_name(named)), key=lambda pair: natural(pair[0]))
         if not run_folders:
             raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
-        folders.update({f.resolve(): f for f in run_folders})
+        folders.update({pair[0].resolve(): pair for pair in run_folders})
     if not folders:
         raise ConfigError("no directory of runs was named, e.g. runs/")
-    return [read_run(folder) for folder in folders.values()]
+    return [read_run(folder, shown) for folder, shown in folders.values()]
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path, named: Path | None = None) -> Run:
     """A run from its directory; raises CorruptFile naming the file, and the event, that is not what it should be."""
     refuse_changed(folder)
     path = folder / JOURNAL
@@ -164,6 +166,7 @@ def read_run(folder: Path) -> Run:
         label_counts_of(split, start),
         networks_of(split, start),
         checked_ends(path, start, by_name.get("task", [])),
+        named or folder,
     )
 
 
@@ -194,14 +197,19 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
     return [(text, int(number or 0), number) for text, number in zip_longest(pieces[::2], pieces[1::2], fillvalue="")]
 
 
-def _below(directory: Path) -> Iterator[Path]:
-    """The folders of runs, packed ones too; none that is hidden: a pack may be half read there."""
+def _unpacked_name(path: Path) -> Path:
+    """The folder that a pack is of; any other path as it is."""
+    return path.with_name(path.name.removesuffix(SUFFIX))
+
+
+def _below(directory: Path, named: Path) -> Iterator[tuple[Path, Path]]:
+    """The folders of runs, and what each is called below ``named``; none that is hidden: a pack may be half read."""
     for config in directory.rglob(CONFIG):
         hidden = any(name.startswith(".") for name in config.relative_to(directory).parts)
         if any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY)) and not hidden:
-            yield config.parent
+            yield config.parent, named / config.parent.relative_to(directory)
     for packed in packs_below(directory):
-        yield from _below(readable(packed))
+        yield from _below(readable(packed), named / _unpacked_name(packed).relative_to(directory))
 
 
 def _settings(path: Path) -> dict[str, Any]:

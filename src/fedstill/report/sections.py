@@ -224,7 +224,7 @@ def _runs(groups: Sequence[Group]) -> Html:
             state = "finished" if run.finished else "unfinished"
             state += ", left out: another run has this seed" if run in group.repeats else ""
             reached = run.rounds[-1]["round"] if run.rounds else 0
-            body.append([str(run.folder), group.label, str(run.seed), f"{reached} of {run.asked}", state])
+            body.append([str(run.named), group.label, str(run.seed), f"{reached} of {run.asked}", state])
     return html_table(head, body, "settings")
 
 

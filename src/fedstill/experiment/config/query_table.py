@@ -8,17 +8,15 @@ from typing import Any
 from fedstill.errors import ConfigError
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.config.tables import QueryTable
-from fedstill.fields import read_record
+from fedstill.fields import Typed, read_record
 
 PEERS = "peer_to_peer"
 
 
 def read_query(given: Mapping[str, Any]) -> QueryTable:
     """The table ``[query]``; raises ConfigError, in one line, for values that are wrong or cannot be meant together."""
-    table = {
-        k: _lists(v) if k in ("classes", "needs") else (v,) if k == "by" and isinstance(v, str) else v
-        for k, v in given.items()
-    }
+    one = isinstance(given.get("by"), str) and not isinstance(given["by"], Typed)
+    table = {k: _lists(v) if k in ("classes", "needs") else (v,) if k == "by" and one else v for k, v in given.items()}
     query = read_record(QueryTable, table, "query")
     for name in ("classes", "needs"):
         for client in getattr(query, name) or ():

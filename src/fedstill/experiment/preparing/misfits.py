@@ -49,6 +49,8 @@ def refuse_other_kinds(settings: Settings, dataset: Dataset) -> None:
     if data.augment and not pixels:
         what = dataset.many if dataset.about.kind != "image" else "images that are numbers already"
         raise ConfigError(f"data.augment = {list(data.augment)} is for images as pixels; {dataset.name} holds {what}")
+    if dataset.about.kind == "text" and (data.mean is not None or data.std is not None):
+        raise ConfigError(f"data.mean and data.std are for numbers; {dataset.name} holds {dataset.many}")
     if data.public_resize and dataset.about.kind != "image":
         raise ConfigError(f"data.public_resize is for images; {dataset.name} holds {dataset.many}")
 

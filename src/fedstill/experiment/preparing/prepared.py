@@ -44,6 +44,9 @@ from fedstill.fields import Share, problem
 from fedstill.fitting import FIT
 from fedstill.records import Examples
 
+LEAST_SPREAD = 1e-4
+"""The least ``data.std`` of pixels in [0, 1]; with less a network sees nothing but overflow."""
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -200,6 +203,8 @@ def _by_channel(key: str, values: tuple[float, ...] | None, channels: int, datas
         return tuple(getattr(dataset, key))
     if why := next((why for value in values if (why := problem(Share, value))), ""):
         raise ConfigError(f"data.{key} = {why}: pixels are numbers in [0, 1] here")
+    if key == "std" and (low := min(values)) < LEAST_SPREAD:
+        raise ConfigError(f"data.std = {low:g}: pixels are numbers in [0, 1] here; give {LEAST_SPREAD:g} or more")
     if len(values) not in (1, channels):
         raise ConfigError(
             f"data.{key} has {len(values)} numbers, and images of {dataset.name} have {channels} channel(s); "

@@ -104,6 +104,10 @@ def standard(
         return Standard()
     if kind in ("image", "text"):
         raise ConfigError(f"data.standardise is for tables, series and vectors; {dataset.name} holds {dataset.many}")
+    if asked not in (None, "declared") and settings.data.mean is not None:
+        raise ConfigError(
+            f"data.standardise = {asked!r} does not read data.mean and data.std; leave them out, or set 'declared'"
+        )
     origin: Origin = asked or ("declared" if declared else "pooled")
     if origin == "none":
         return unscaled(settings, train)
