@@ -132,7 +132,7 @@ def test_what_phases_and_probes_print_is_on_the_page() -> None:
         for a, b in itertools.pairwise(every)
         if a.startswith(("python -m benchmarks.phases", "python -m benchmarks.probes"))
     ]
-    assert len(shown) == 4
+    assert len(shown) == 5
     for command, block in shown:
         words = command.replace("\\\n", " ").replace("python", shlex.quote(sys.executable), 1)
         wide = {k: v for k, v in os.environ.items() if k != "COLUMNS"}

@@ -96,7 +96,8 @@ def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFix
     gone(runs)
     assert call(["report", str(packed), "--out", str(runs.parent / "page.html")]) == 0
     page = (runs.parent / "page.html").read_text(encoding="utf-8")
-    assert len(page) > 100_000 and str(runs / "fedavg/seed1") in page
+    assert len(page) > 100_000
+    assert str(runs / "fedavg/seed1") in page
     assert str(runs.parent.parent / "cache") not in page
     assert call(["unpack", str(packed)]) == 0
     assert call(["unpack", str(packed)]) == 2
