@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import textwrap
@@ -19,7 +18,6 @@ import pytest
 
 from fedstill.cli import call
 from fedstill.experiment.run_directory.evidence import readable
-from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.metrics.ranks import paired_difference
 from fedstill.report.groups import groups
 from fedstill.report.leaks import leak_rows
@@ -138,106 +136,6 @@ def test_what_phases_and_probes_print_is_on_the_page() -> None:
         wide = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
         ran = subprocess.run(["bash", "-c", words], cwd=ROOT, env=wide, capture_output=True, text=True, check=True)
         assert lines(ran.stdout) == lines(block)
-
-
-def test_the_leads_at_full_size_are_what_the_page_says_of_them() -> None:
-    text = " ".join(PAGE.split())
-    fedavg, fedntd, fedadkd = (full_size(method) for method in ("FedAvg", "FedNTD", "FedADKD"))
-    for one, other in ((fedntd, fedavg), (fedadkd, fedntd)):
-        means = [statistics.fmean(a - b for a, b in zip(x[-10:], y[-10:], strict=True)) for x, y in each(one, other)]
-        ends = "by {:.1f}, {:.1f} and {:.1f} points".format(*means)
-        assert f"on all seeds, {ends} in the mean of the last ten rounds" in text
-    leads = [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(fedadkd, fedntd)]
-    assert [sum(lead <= 0 for lead in of_seed[100:]) for of_seed in leads] == [0, 2, 0], "rounds not above"
-    first, second, third = map(by_fifties, leads)
-    assert f"{first} points on the first seed, {second} on the second, {third} on the third" in text
-    tens = [[accuracy for curve in row for accuracy in curve[-10:]] for row in (fedavg, fedntd, fedadkd)]
-    said = [f"{min(ten):.0f} to {max(ten):.0f} %" for ten in tens]
-    assert "are {} for FedAvg, {} for FedNTD, {} for FedADKD".format(*said) in text
-
-
-def test_fedprox_at_full_size_is_what_the_page_says_of_it() -> None:
-    ((fedprox, fedavg),) = each(full_size("FedProx", seeds=(1,)), full_size("FedAvg", seeds=(1,)))
-    lead = [a - b for a, b in zip(fedprox, fedavg, strict=True)]
-    said = f"by {statistics.fmean(lead[-10:]):.1f} points in the mean of the last ten rounds, and on average over each"
-    assert f"{said} fifty rounds by {by_fifties(lead)}." in " ".join(PAGE.split())
-
-
-def test_the_single_rows_of_table_1_at_full_size_are_what_the_page_says_of_them() -> None:
-    text = " ".join(PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split())
-    (fedavg,), (fedprox,), (scaffold,) = (
-        full_size(m, (1,), "table1", "s=2") for m in ("FedAvg", "FedProx", "SCAFFOLD")
-    )
-    leads = [[a - b for a, b in zip(one, fedavg, strict=True)] for one in (fedprox, scaffold)]
-    tens = [statistics.fmean(lead[-10:]) for lead in leads]
-    assert f"by {tens[0]:.1f} points in the mean of the last ten rounds, and on average" in text
-    assert f"it ends at {scaffold[-1]:.1f} %, in the last ten {tens[1]:.1f} points above FedAvg" in text
-    for lead in leads:
-        assert by_fifties(lead) in text
-
-
-def test_scaffold_at_full_size_is_what_the_page_says_of_it() -> None:
-    (scaffold,) = full_size("SCAFFOLD", seeds=(1,))
-    said = f"it ends at {scaffold[-1]:.1f} %, and is never above {max(scaffold):.1f} %"
-    assert said in " ".join(PAGE.split())
-
-
-def test_table_1_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(PAGE.partition("## FedADKD, Table I at full size")[2].partition("\n## ")[0].split())
-    fedavg = full_size("FedAvg", (1, 2, 3), "table1", "s=2")
-    fedntd, fedadkd = (full_size(m, (1, 2, 3), "table1", "s=2") for m in ("FedNTD", "FedADKD"))
-    assert "{:.1f}, {:.1f} and {:.1f} %, as".format(*(curve[-1] for curve in fedavg)) in text
-    tens = [f"{min(curve[-10:]):.0f} to {max(curve[-10:]):.0f}" for curve in fedavg]
-    assert "{} % on the first seed, {} on the second, {} on the third".format(*tens) in text
-    assert "means are {:.1f}, {:.1f} and {:.1f} %".format(*(statistics.fmean(c[-10:]) for c in fedavg)) in text
-    over_fedavg, over_fedntd = (
-        [[a - b for a, b in zip(x, y, strict=True)] for x, y in each(one, other)]
-        for one, other in ((fedntd, fedavg), (fedadkd, fedntd))
-    )
-    for leads in (over_fedavg, over_fedntd):
-        assert "{:.1f}, {:.1f} and {:.1f}".format(*(lead[-1] for lead in leads)) in text
-        assert "{:.1f}, {:.1f} and {:.1f}".format(*(statistics.fmean(lead[-10:]) for lead in leads)) in text
-        assert "{} points on the first seed, {} on the second, {} on the third".format(*map(by_fifties, leads)) in text
-    assert [sum(v <= 0 for v in lead[100:]) for lead in over_fedntd] == [0, 1, 0], "rounds not above"
-
-
-def test_the_chain_at_full_size_is_what_the_page_says_of_it() -> None:
-    text = " ".join(PAGE.partition("## SFedKD, Table 1, Fashion-MNIST, at full size")[2].partition("\n## ")[0].split())
-    folder = readable(ROOT / "results" / "sfedkd-table1-full")
-    rows = [read_journal(folder / f"FMNIST_2-.5_{m}/seed1/journal.jsonl") for m in ("FedAvg", "FedSeq", "SFedKD")]
-    steps = {sum(e.get("steps", 0) for e in events if e["event"] == "client") for events in rows}
-    assert [f"{n:,} steps" in text for n in steps] == [True]
-    curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in rows]
-    fedavg, fedseq, sfedkd = ([statistics.fmean(c[i : i + 100]) for i in range(0, 1000, 100)] for c in curves)
-    over = [a - b for a, b in zip(fedseq, fedavg, strict=True)]
-    assert f"{min(over):.1f} to {max(over):.1f} in the mean of each hundred rounds" in text
-    both = [f"{a:.1f} and {b:.1f}" for a, b in zip(sfedkd, fedseq, strict=True)]
-    assert (
-        "{} in the first, {} in the second, {} in the sixth, {} in the last".format(*(both[i] for i in (0, 1, 5, 9)))
-        in text
-    )
-    leads = [a - b for a, b in zip(sfedkd, fedseq, strict=True)]
-    assert min(leads) > 0
-    assert f"above in each, by {leads[0]:.1f} points in the first and {leads[-1]:.1f} in the last" in text
-
-
-def by_fifties(lead: list[float]) -> str:
-    return "{}, {}, {} and {}".format(*(f"{statistics.fmean(lead[i : i + 50]):.1f}" for i in range(0, 200, 50)))
-
-
-def full_size(
-    method: str, seeds: tuple[int, ...] = (1, 2, 3), table: str = "table2", column: str = ".1"
-) -> list[list[float]]:
-    """The accuracies [%] by round of each seed of a row of a table of FedADKD's at full size."""
-    row = readable(ROOT / "results" / f"fedadkd-{table}-full") / f"CIFAR-10_{column}_{method}"
-    journals = [read_journal(row / f"seed{seed}" / "journal.jsonl") for seed in seeds]
-    curves = [[100 * e["accuracy"] for e in events if e["event"] == "round"] for events in journals]
-    assert [len(curve) for curve in curves] == [200] * len(seeds)
-    return curves
-
-
-def each(one: list[list[float]], other: list[list[float]]) -> list[tuple[list[float], list[float]]]:
-    return list(zip(one, other, strict=True))
 
 
 def differences(folder: str) -> Iterator[tuple[str, str, str]]:
