@@ -110,19 +110,17 @@ def test_fedntds_own_table_is_as_far_from_both_papers_as_the_page_says() -> None
         assert numbers == [*shown, f"{paper['forgetting']:.0f}"]
         assert accuracy[-1] > paper["accuracy"], "lower in every row"
 
-    def off(papers: list[Mapping[str, float]], key: str, round: int) -> float:
+    def off(papers: list[Mapping[str, float]], round: int, key: str = "accuracy") -> float:
         values = [one[("accuracy", "forgetting").index(key)][round - 1] for one in ours]
         return math.sqrt(statistics.fmean((v - p[key]) ** 2 for v, p in zip(values, papers, strict=True)))
 
-    nearest = min(
-        range(2, 201), key=lambda round: math.hypot(off(own, "accuracy", round), off(own, "forgetting", round))
-    )
-    away = f"{off(later, 'accuracy', 200):.1f} points from FedADKD's (root mean square) and {off(own, 'accuracy', 200):.1f}"
-    near = (
-        f"round {nearest}: {off(own, 'accuracy', nearest):.1f} points, and in F {off(own, 'forgetting', nearest):.1f}"
-    )
-    last = f"in the last round F is {off(own, 'forgetting', 200):.1f} off"
-    said = f"ours are {away} from FedNTD's. FedNTD's are nearest to our {near}; {last}."
+    def both(round: int) -> tuple[float, float]:
+        return off(own, round), off(own, round, "forgetting")
+
+    nearest = min(range(2, 201), key=lambda round: math.hypot(*both(round)))
+    away = f"{off(later, 200):.1f} points from FedADKD's (root mean square) and {off(own, 200):.1f} from FedNTD's"
+    near = "round {}: {:.1f} points, and in F {:.1f}".format(nearest, *both(nearest))
+    said = f"ours are {away}. FedNTD's are nearest to our {near}; in the last round F is {both(200)[1]:.1f} off."
     assert said in " ".join(section.split())
 
 
