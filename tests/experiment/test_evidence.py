@@ -89,7 +89,9 @@ def test_a_pack_is_read_like_the_folder(runs: Path) -> None:
     assert len(find([runs.parent])) == 2, "runs that lie beside their pack count once"
 
 
-def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_pack_read_and_unpack(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed = evidence.pack_of(runs)
     assert call(["pack", str(runs)]) == 0
     assert "restores configs, journals, splits and summaries, not models" in capsys.readouterr().out
@@ -99,6 +101,8 @@ def test_the_commands_pack_read_and_unpack(runs: Path, capsys: pytest.CaptureFix
     assert len(page) > 100_000
     assert str(runs / "fedavg/seed1") in page
     assert str(runs.parent.parent / "cache") not in page
+    monkeypatch.chdir(runs.parent)
+    assert call(["report", "."]) == 0
     assert call(["unpack", str(packed)]) == 0
     assert call(["unpack", str(packed)]) == 2
     assert "is there already; move it away first" in capsys.readouterr().err

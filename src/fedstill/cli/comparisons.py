@@ -107,7 +107,7 @@ def report(
         tensorboard: Also write TensorBoard scalars to this directory.
     """
     from fedstill.errors import ConfigError
-    from fedstill.experiment.run_directory.evidence import SUFFIX
+    from fedstill.experiment.run_directory.evidence import folder_of
     from fedstill.report.groups import groups
     from fedstill.report.page import write_page
     from fedstill.report.table_files import write_tables
@@ -115,8 +115,7 @@ def report(
 
     if not directories:
         raise ConfigError("report: name at least one directory of runs")
-    first = directories[0]
-    first = first.with_name(first.name.removesuffix(SUFFIX))  # of a pack, the folder that it was made of
+    first = folder_of(directories[0])
     print(write_page(directories, out or first / "report.html", against))
     if tables is not None:
         print("\n".join(map(str, write_tables(groups(directories), tables, against))))

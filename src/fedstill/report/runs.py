@@ -18,7 +18,7 @@ from fedstill.experiment.config.overrides import flat
 from fedstill.experiment.run_directory import journal as journals
 from fedstill.experiment.run_directory.begun import refuse_changed
 from fedstill.experiment.run_directory.cut_short import refuse_cut
-from fedstill.experiment.run_directory.evidence import SUFFIX, packs_below, readable
+from fedstill.experiment.run_directory.evidence import folder_of, packs_below, readable
 from fedstill.experiment.run_directory.journal import Event
 from fedstill.experiment.run_directory.split_file import label_counts_of, networks_of, read_split
 from fedstill.experiment.why.falls import with_later_looks
@@ -128,7 +128,7 @@ def find(directories: Sequence[Path]) -> list[Run]:
         directory = readable(named)
         if not directory.is_dir():
             raise ConfigError(f"there is no directory {directory}; name directories of runs, e.g. runs/")
-        run_folders = sorted(_below(directory, _unpacked_name(named)), key=lambda pair: natural(pair[0]))
+        run_folders = sorted(_below(directory, folder_of(named)), key=lambda pair: natural(pair[0]))
         if not run_folders:
             raise ConfigError(f"{directory} holds no run: no folder in it has both {CONFIG} and {JOURNAL}")
         folders.update({pair[0].resolve(): pair for pair in run_folders})
@@ -197,11 +197,6 @@ def natural(folder: Path) -> list[tuple[str, float, str]]:
     return [(text, int(number or 0), number) for text, number in zip_longest(pieces[::2], pieces[1::2], fillvalue="")]
 
 
-def _unpacked_name(path: Path) -> Path:
-    """The folder that a pack is of; any other path as it is."""
-    return path.with_name(path.name.removesuffix(SUFFIX))
-
-
 def _below(directory: Path, named: Path) -> Iterator[tuple[Path, Path]]:
     """The folders of runs, and what each is called below ``named``; none that is hidden: a pack may be half read."""
     for config in directory.rglob(CONFIG):
@@ -209,7 +204,7 @@ def _below(directory: Path, named: Path) -> Iterator[tuple[Path, Path]]:
         if any((config.parent / name).is_file() for name in (JOURNAL, SUMMARY)) and not hidden:
             yield config.parent, named / config.parent.relative_to(directory)
     for packed in packs_below(directory):
-        yield from _below(readable(packed), named / _unpacked_name(packed).relative_to(directory))
+        yield from _below(readable(packed), named / folder_of(packed).relative_to(directory))
 
 
 def _settings(path: Path) -> dict[str, Any]:

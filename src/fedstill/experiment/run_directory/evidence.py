@@ -82,6 +82,11 @@ def pack_of(folder: Path) -> Path:
     return folder.with_name(folder.name + SUFFIX)
 
 
+def folder_of(path: Path) -> Path:
+    """The folder that a pack was made of; any other path as it is."""
+    return path.with_name(path.name.removesuffix(SUFFIX)) if path.name.endswith(SUFFIX) else path
+
+
 def readable(path: Path) -> Path:
     """A folder to read runs from: the path itself, or, for a pack, its files in the cache.
 
@@ -105,7 +110,7 @@ def _cached(packed: Path) -> Path:
 def packs_below(folder: Path) -> Iterator[Path]:
     """The packs in a folder, and in those below it, whose runs are not there unpacked as well."""
     for packed in sorted(folder.rglob(f"*{SUFFIX}")):
-        if _is_packed(packed.with_name(packed.name.removesuffix(SUFFIX))):
+        if _is_packed(folder_of(packed)):
             yield packed
 
 
@@ -125,7 +130,7 @@ def unpack(packed: Path) -> Path:
     """
     if not packed.name.endswith(SUFFIX) or not packed.is_file():
         raise ConfigError(f"there is no pack {packed}; name a file NAME{SUFFIX}")
-    folder = packed.with_name(packed.name.removesuffix(SUFFIX))
+    folder = folder_of(packed)
     if folder.exists() and (not folder.is_dir() or _holds_runs(folder)):
         raise RunExists(f"{folder} is there already; move it away first")
     if not folder.exists():
