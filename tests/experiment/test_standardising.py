@@ -148,6 +148,11 @@ def test_declared_numbers_and_the_public_sets() -> None:
         ({"public_resize": True}, "data.public_resize is for images; mine holds rows of a table"),
         ({"standardise": "own", "mean": (1.0,) * 4, "std": (1.0,) * 4}, "= 'own' does not read data.mean and data.std"),
         ({"standardise": "none", "missing": "mean"}, "data.missing = 'mean' needs a mean"),
+        (
+            {"mean": (0.0,) * 4, "std": (1.0, 1.0, 1e-9, 1.0)},
+            r"data.std = 1e-09 of c: a training value is 7.0e\+09 times",
+        ),
+        ({"mean": (0.0,) * 4, "std": (1.0, 1e-320, 1.0, 1.0)}, "is inf times that from data.mean, 0; give both in"),
     ],
 )
 def test_what_cannot_standardise_is_refused_in_one_line(said: dict[str, Any], line: str) -> None:

@@ -36,6 +36,9 @@ WHOSE: Mapping[Origin, str] = {
 }
 """By what columns are standardised, for people."""
 
+MOST_SPREADS = 1e6
+"""How many declared spreads a training value may be from the declared mean; farther, one of them is in another unit."""
+
 Parts = Sequence[Tensor] | Mapping[int, Tensor]
 
 
@@ -114,6 +117,7 @@ def standard(
     if origin == "declared":
         if not declared:
             raise ConfigError("data.standardise = 'declared' needs data.mean and data.std, one number a column")
+        _refuse_far(train, declared, dataset)
         return Standard("declared", *declared, notes=(_whose("declared", dataset),))
     if settings.on_sites and origin == "pooled":
         said = "= 'pooled'" if asked else "is unset, and 'pooled'"
@@ -170,6 +174,24 @@ def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], 
     return tuple(map(float, mean)), tuple(map(float, std))
 
 
+def _refuse_far(train: Examples, declared: tuple[tuple[float, ...], tuple[float, ...]], dataset: Dataset) -> None:
+    """Raises ConfigError where a training value is too many declared spreads from the declared mean.
+
+    By the rows' own numbers no value of n is over sqrt(n) spreads from the mean.
+    """
+    columns = train.values.double().movedim(1, -1).flatten(0, -2)
+    if not len(columns):
+        return
+    mean, std = (torch.tensor(own, dtype=torch.float64) for own in declared)
+    far = ((columns - mean) / std).abs().nan_to_num(0.0, posinf=torch.inf).amax(0)
+    if (most := float(far.max())) > MOST_SPREADS:
+        i = int(far.argmax())
+        raise ConfigError(
+            f"data.std = {declared[1][i]:g} of {_names(dataset, i + 1)[i]}: a training value is {most:.1e} times that "
+            f"from data.mean, {declared[0][i]:g}; give both in the unit of the data"
+        )
+
+
 def unscaled(settings: Settings, train: Examples) -> Standard:
     """No standard; raises ConfigError where missing numbers are to be the mean."""
     if settings.data.missing == "mean" and bool(train.values.isnan().any()):
@@ -183,8 +205,12 @@ def _said(origin: Origin, own: Moments, dataset: Dataset) -> Standard:
 
 
 def _constant(own: Moments, dataset: Dataset, where: str = "") -> str:
-    names = dataset.about.features or tuple(f"channel {i}" for i in range(len(own.mean)))
+    names = _names(dataset, len(own.mean))
     return f"constant to six digits{where}, and left at 0: {', '.join(names[i] for i in own.constant[:20])}"
+
+
+def _names(dataset: Dataset, width: int) -> Sequence[str]:
+    return dataset.about.features or tuple(f"channel {i}" for i in range(width))
 
 
 def _whose(origin: Origin, dataset: Dataset) -> str:
