@@ -27,11 +27,13 @@ COUNTS = [
     ("qkt_cnn", CIFAR, 10, {}, 94_666),
     ("qkt_cnn_pooled", CIFAR, 10, {}, 27 * 32 + 64 + 9 * 32 * 64 + 128 + 9 * 64 * 128 + 256 + 1290),
     ("qkt_cnn_pooled", CIFAR, 10, {"norm": "batch"}, 94_762),
+    ("qkt_cnn_pooled", CIFAR, 10, {"projection": 64}, 94_762 - 1290 + 128 * 129 + 64 * 129 + 10 * 65),
     ("cwc_cnn", CIFAR, 10, {}, 2_733_962),
     ("resnet10", CIFAR, 10, {}, 4_903_242),
     ("resnet18", CIFAR, 10, {}, 11_173_962),
     ("resnet18", CIFAR, 10, {"norm": "batch"}, 11_173_962),
     ("resnet18", CIFAR, 100, {}, 11_220_132),
+    ("resnet18", CIFAR, 10, {"projection": 256}, 11_168_832 + 512 * 513 + 256 * 513 + 10 * 257),
     ("resnet50", CIFAR, 10, {}, 23_520_842),
     ("resnet56", CIFAR, 10, {"norm": "batch_stats"}, 591_322),
     ("digits_cnn", DIGITS, 10, {}, 13_706),
@@ -193,7 +195,7 @@ def test_options_of_the_registry() -> None:
     assert fields["mlp"] == {"hidden", "projection"}
     assert fields["simple_cnn"] == {"dropout"}
     assert fields["alexnet"] == {"relu"}
-    assert all(fields[name] == {"norm"} for name in [*RESNETS, "qkt_cnn_pooled"])
+    assert all(fields[name] == {"norm", "projection"} for name in [*RESNETS, "qkt_cnn_pooled"])
     assert registry.lookup("model", "logistic").fields["hidden"][1] == ()
     assert registry.lookup("model", "mlp").fields["hidden"][1] == (200, 200)
     assert all(registry.lookup("model", name).summary.endswith(".") for name in OWN)

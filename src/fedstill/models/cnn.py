@@ -64,11 +64,12 @@ def qkt_cnn(input_shape: ImageShape, classes: int) -> Network:
 
 
 @register("model", "qkt_cnn_pooled")
-def qkt_cnn_pooled(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
+def qkt_cnn_pooled(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
     """QKT's small CNN, pooled: three normalised 3 x 3 convolutions (32 to 128), means; 94,762 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
     statistics, as in QKT's ResNet-18.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: ours. It has what QKT's ResNet-18 has and ``qkt_cnn`` lacks: normalisation, and 128 features that are means
     over places. It is about as large as ``qkt_cnn``.
@@ -77,7 +78,8 @@ def qkt_cnn_pooled(input_shape: ImageShape, classes: int, norm: Norm = "group") 
     for inside, out in pairwise([input_shape[0], 32, 64, 128]):
         layers += [nn.Conv2d(inside, out, 3, padding=1, bias=False), norm_layer(norm, out), MaxPool2d(2), nn.ReLU()]
     flat_size("qkt_cnn_pooled", layers, input_shape)  # refuses images that are too small
-    return Network(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), 128, classes)
+    more, width = projected(128, projection)
+    return Network(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), *more), width, classes)
 
 
 @register("model", "cwc_cnn")

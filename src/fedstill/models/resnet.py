@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, conv2d, group_norm
 
 from fedstill.errors import ConfigError
-from fedstill.models.network import ImageShape, Network, too_small
+from fedstill.fields import CountOrZero
+from fedstill.models.network import ImageShape, Network, projected, too_small
 from fedstill.models.norms import Norm, norm_layer
 from fedstill.registry import register
 
@@ -23,53 +24,57 @@ Block = Callable[[int, int, int, Norm], "Residual"]
 
 
 @register("model", "resnet10")
-def resnet10(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
+def resnet10(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
     """ResNet-10: basic blocks [1, 1, 1, 1], widths 64 to 512; 4,903,242 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
     statistics.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: FedNTD, appendix G.3 (with ``norm = "batch_stats"``).
     """
-    return _resnet("resnet10", input_shape, classes, basic, [1, 1, 1, 1], 64, norm)
+    return _resnet("resnet10", input_shape, classes, basic, [1, 1, 1, 1], 64, norm, projection)
 
 
 @register("model", "resnet18")
-def resnet18(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
+def resnet18(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
     """ResNet-18: basic blocks [2, 2, 2, 2], widths 64 to 512; 11,173,962 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
     statistics.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: He et al., "Deep Residual Learning for Image Recognition"; QKT, sec. 4.1 (with ``norm = "batch"``).
     Reading: QKT does not name the stem; on 28 to 32 pixels it is the small one. Weights are drawn as layers of torch
     draw them; torchvision's networks of this name draw those of convolutions from a normal distribution.
     """
-    return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm)
+    return _resnet("resnet18", input_shape, classes, basic, [2, 2, 2, 2], 64, norm, projection)
 
 
 @register("model", "resnet50")
-def resnet50(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
+def resnet50(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
     """ResNet-50: bottleneck blocks [3, 4, 6, 3], widths 64 to 512, times 4; 23,520,842 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
     statistics.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: He et al., "Deep Residual Learning for Image Recognition".
     """
-    return _resnet("resnet50", input_shape, classes, bottleneck, [3, 4, 6, 3], 64, norm)
+    return _resnet("resnet50", input_shape, classes, bottleneck, [3, 4, 6, 3], 64, norm, projection)
 
 
 @register("model", "resnet56")
-def resnet56(input_shape: ImageShape, classes: int, norm: Norm = "group") -> Network:
+def resnet56(input_shape: ImageShape, classes: int, norm: Norm = "group", projection: CountOrZero = 0) -> Network:
     """ResNet-56: bottleneck blocks [6, 6, 6], widths 16 to 64, times 4; 591,322 parameters on CIFAR-10.
 
     norm: What follows each convolution: GroupNorm, or BatchNorm without ("batch_stats") or with ("batch") running
     statistics.
+    projection: The width of a projection under the head, as MOON has it; 0 for none.
 
     Source: Mendieta et al., "Local Learning Matters" (FedAlign), with ``norm = "batch"``; FedNTD, table 13.
     """
-    return _resnet("resnet56", input_shape, classes, bottleneck, [6, 6, 6], 16, norm)
+    return _resnet("resnet56", input_shape, classes, bottleneck, [6, 6, 6], 16, norm, projection)
 
 
 class Residual(nn.Module):
@@ -153,7 +158,14 @@ def bottleneck(inside: int, width: int, stride: int, norm: Norm) -> Residual:
 
 
 def _resnet(
-    name: str, input_shape: ImageShape, classes: int, block: Block, depths: list[int], width: int, norm: Norm
+    name: str,
+    input_shape: ImageShape,
+    classes: int,
+    block: Block,
+    depths: list[int],
+    width: int,
+    norm: Norm,
+    projection: int,
 ) -> Network:
     # Batch statistics of one example with one place are no statistics: torch refuses them in mid-training.
     least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1
@@ -170,7 +182,9 @@ def _resnet(
         parts[f"stage{i + 1}"] = (SlimStage if i + 1 == len(depths) else nn.Sequential)(*blocks)
     parts["pool"] = nn.AdaptiveAvgPool2d(1)
     parts["flat"] = nn.Flatten()
-    return Network(nn.Sequential(parts), channels, classes)
+    more, features = projected(channels, projection)
+    parts.update({f"projection{i + 1}": layer for i, layer in enumerate(more)})
+    return Network(nn.Sequential(parts), features, classes)
 
 
 def _conv(inside: int, out: int, kernel: int, stride: int, norm: Norm) -> list[nn.Module]:
