@@ -165,7 +165,7 @@ def _resnet(
     depths: list[int],
     width: int,
     norm: Norm,
-    projection: int,
+    projection: int = 0,
 ) -> Network:
     # Batch statistics of one example with one place are no statistics: torch refuses them in mid-training.
     least = 1 if norm == "group" else 2 ** (len(depths) - 1) + 1
