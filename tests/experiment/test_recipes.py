@@ -171,6 +171,11 @@ def test_differences_to_other_runs_and_by_round_are_paired_by_seed(
     assert call([*words, "--beside", str(short), "--against", "FedAvg"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("SFedKD, CIFAR-10 2/.5  last")]
     assert line.split()[5:9] == said(last_ten(long, "SFedKD", 480), last_ten(short, "FedAvg", 120))
+    one_row = [*words[:-1], "SFedKD:CIFAR-10 2/.5", "--beside", str(short), "--against"]
+    assert call([*one_row, "FedAvg"]) == 0, "the row need be there alone"
+    assert line.split() in [x.split() for x in capsys.readouterr().out.splitlines()]
+    assert call([*one_row, "FedBest"]) == 2
+    assert "there is no row 'FedBest' of the recipe; name one of FedAvg," in " ".join(capsys.readouterr().err.split())
 
     assert call([*words, "--at", "120,240,500", "--against", "FedAvg"]) == 0
     lines = [x.split() for x in capsys.readouterr().out.splitlines() if x.startswith("SFedKD, CIFAR-10 2/.5  ")][-3:]

@@ -70,7 +70,7 @@ def apart_from_others(
     First it says which settings that both have are not the same, of the method only where the row is.
     Raises ConfigError where the others have none of these runs, and for a row that is not there.
     """
-    _check_row(against, cells)
+    _check_row(against, recipe.cells(), "of the recipe")
     if not any(run.folder.is_dir() for run in others):
         raise ConfigError(
             f"--beside: {where} holds no run of these rows; name a folder, or a pack, of this recipe's runs"
@@ -125,9 +125,9 @@ def _recent(curves: Mapping[int, Mapping[int, float]], number: int) -> dict[int,
     return {seed: mean for seed, mean in means.items() if mean is not None}
 
 
-def _check_row(row: str, cells: Cells) -> None:
+def _check_row(row: str, cells: Cells, whose: str = "among the cells") -> None:
     if row and row not in {r for r, _ in cells}:
-        raise ConfigError(f"there is no row {row!r} among the cells; name one of {', '.join({r: 0 for r, _ in cells})}")
+        raise ConfigError(f"there is no row {row!r} {whose}; name one of {', '.join({r: 0 for r, _ in cells})}")
 
 
 def _by_column(cells: Cells) -> list[tuple[str, str]]:
