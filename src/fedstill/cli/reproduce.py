@@ -68,14 +68,12 @@ def reproduce(
     folder = out or paper_table.folder(changes)
     folder = readable(folder) if table else folder
     chosen = paper_table.cells(cells)
-    columns = {column for _, column in chosen}
     runs_of = partial(paper_table.variants, seeds=range(1, seeds + 1), changes=changes)
     runs = runs_of(chosen, out=folder)
     code = 0 if table else carry_out(runs, folder, jobs, quiet=quiet, overwrite=overwrite, show=False)
     if table and not any(run.folder.is_dir() for run in runs):
         screen.print(f"{folder} holds none of these runs; without --table they are done.")
-    there = dict.fromkeys([*chosen, *((r, c) for r, c in paper_table.cells() if r == against and c in columns)])
-    others = () if beside is None else runs_of(list(there), out=readable(beside))
+    others = () if beside is None else runs_of(paper_table.with_row(chosen, against), out=readable(beside))
     apart = row_differences.asked_for(paper_table, chosen, runs, against, beside, others, at)
     for line in (*reproduced.paper_tables(paper_table, chosen, runs, changes), *apart):
         screen.print(line)

@@ -78,6 +78,11 @@ class Recipe:
             matching.update(dict.fromkeys(wanted))
         return list(matching)
 
+    def with_row(self, cells: Sequence[tuple[str, str]], row: str) -> list[tuple[str, str]]:
+        """Some cells, and those of a row in the same columns, each once."""
+        columns = {column for _, column in cells}
+        return list(dict.fromkeys([*cells, *((r, c) for r, c in self.cells() if r == row and c in columns)]))
+
     def variants(
         self,
         cells: Sequence[tuple[str, str]],
