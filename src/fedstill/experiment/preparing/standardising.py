@@ -177,7 +177,7 @@ def _declared(settings: Settings, dataset: Dataset) -> tuple[tuple[float, ...], 
 def _refuse_far(train: Examples, declared: tuple[tuple[float, ...], tuple[float, ...]], dataset: Dataset) -> None:
     """Raises ConfigError where a training value is too many declared spreads from the declared mean.
 
-    By the rows' own numbers no value of n is over sqrt(n) spreads from the mean.
+    With the mean and spread of the n rows themselves, no value would be more than sqrt(n) spreads away.
     """
     columns = train.values.double().movedim(1, -1).flatten(0, -2)
     if not len(columns):
