@@ -1,0 +1,232 @@
+"""Compare the results of this source tree with those of an earlier commit, bit by bit.
+
+``python tools/golden.py --against REV`` carries out the runs of ``tools/golden_cells.py`` with both
+trees and compares final models, configs, journals without times, cache hits, and the outputs of
+commands. It fails on any difference that ``tools/golden_differences.toml`` does not list, and on
+any line of that file that matches nothing. The results of REV are cached under ``.cache/golden``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHE = ROOT / ".cache" / "golden"
+PRODUCERS = ("golden_cells.py", "golden_edges.py", "golden_outputs.py")
+"""The files that define the cells; another version of them makes cached results useless."""
+
+BEFORE_REDESIGN = "26e6b23f8947"
+"""The last commit before the redesign, also tagged ``before-redesign``."""
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, where the system has one."""
+
+MOST_SHOWN = 40
+"""The number of differences that are printed."""
+
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, order=True)
+class Difference:
+    """One field of one cell that is not the same in both trees."""
+
+    cell: str
+    field: str
+    detail: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The cell and the field, by which an intended difference is listed."""
+        return self.cell, self.field
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compare both trees; return 1 if anything differs that is not intended."""
+    options = parsed(arguments)
+    revision = git("rev-parse", f"{options.against}^{{commit}}")
+    CACHE.mkdir(parents=True, exist_ok=True)
+    reference = CACHE / f"{revision[:12]}-{fingerprint(options.quick)}.json"
+    current = CACHE / "working-tree.json"
+    producers = [start(ROOT / "src", current, options.quick)]
+    if not reference.is_file():
+        producers.append(start(checkout(revision), reference, options.quick))
+    for producer in producers:
+        if producer.wait():
+            print("a tree did not finish its cells", file=sys.stderr)
+            return 2
+    expected = read(reference)
+    results = read(current)
+    differences = list(compared(expected, results))
+    return report(results, differences, intended(ROOT / "tools" / "golden_differences.toml"), options.quick)
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", metavar="REV", default=BEFORE_REDESIGN, help="the commit")
+    parser.add_argument("--quick", action="store_true", help="a subset that takes a minute")
+    return parser.parse_args(arguments)
+
+
+def git(*arguments: str) -> str:
+    """The output of a git command in this repository."""
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def checkout(revision: str) -> Path:
+    """The package's source as of a commit, in a folder of the cache."""
+    folder = CACHE / f"source-{revision[:12]}"
+    if not (folder / "src").is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+    return folder / "src"
+
+
+def fingerprint(quick: bool) -> str:
+    """Identifies everything but the revision on which cached results depend."""
+    sources = [(ROOT / "tools" / name).read_bytes() for name in PRODUCERS]
+    packages = subprocess.run(
+        [sys.executable, "-c", "import torch, numpy; print(torch.__version__, numpy.__version__)"],
+        check=True,
+        capture_output=True,
+    )
+    machine = f"{sys.version} {platform.machine()} {processor()} {os.environ.get('ATEN_CPU_CAPABILITY')}"
+    parts = [*sources, packages.stdout, machine.encode(), str(quick).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+
+
+def processor() -> str:
+    """The processor's model, where the system tells it."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return platform.processor()
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next((line for line in lines if line.startswith("model name")), "")
+
+
+def start(source: Path, out: Path, quick: bool) -> subprocess.Popen[bytes]:
+    """Start the cells of one tree in a process with one thread."""
+    paths = os.pathsep.join([str(source), str(ROOT)])
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {**os.environ, **threads, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"}
+    if MEMORY.is_dir():
+        environment["TMPDIR"] = str(MEMORY)  # runs wait for the disk more than they compute
+    command = [sys.executable, "-m", "tools.golden_cells", str(out), *(["--quick"] * quick)]
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+def read(path: Path) -> Results:
+    """The results of one tree."""
+    results: Results = json.loads(path.read_text(encoding="utf-8"))
+    return results
+
+
+def compared(expected: Results, results: Results) -> Iterator[Difference]:
+    """Every field that differs, once for each cell."""
+    for cell in sorted(expected.keys() | results.keys()):
+        if cell not in results:
+            yield Difference(cell, "cell", "is gone")
+        elif cell not in expected:
+            yield Difference(cell, "cell", "is new")
+        else:
+            yield from compared_cells(cell, expected[cell], results[cell])
+
+
+def compared_cells(cell: str, expected: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[Difference]:
+    """The fields of one cell that differ."""
+    for field in sorted((expected.keys() | result.keys()) - {"seconds"}):
+        old, new = expected.get(field), result.get(field)
+        if old == new:
+            continue
+        if field == "journal" and old and new:
+            yield from compared_journals(cell, old, new)
+        elif isinstance(old, dict) and isinstance(new, dict):
+            for key in sorted(old.keys() | new.keys()):
+                if old.get(key) != new.get(key):
+                    yield Difference(cell, f"{field}.{key}", change(old.get(key), new.get(key)))
+        else:
+            yield Difference(cell, field, change(old, new))
+
+
+def compared_journals(
+    cell: str, expected: Sequence[Mapping[str, Any]], result: Sequence[Mapping[str, Any]]
+) -> Iterator[Difference]:
+    """The fields of events that differ, each with the first event in which it does."""
+    kinds = [event["event"] for event in expected]
+    kinds_now = [event["event"] for event in result]
+    if kinds != kinds_now:
+        yield Difference(cell, "journal.events", change(kinds, kinds_now))
+        return
+    fields: set[str] = set()
+    for number, (old, new) in enumerate(zip(expected, result, strict=True)):
+        for key in sorted(old.keys() | new.keys()):
+            field = f"journal.{old['event']}.{key}"
+            if old.get(key) != new.get(key) and field not in fields:
+                fields.add(field)
+                yield Difference(cell, field, f"line {number + 1}: {change(old.get(key), new.get(key))}")
+
+
+def change(old: Any, new: Any) -> str:
+    """Both values, shortened; of two lists the first item that differs."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        number, old, new = pairs[0]
+        return f"item {number} of {len(pairs)} that differ: {shortened(old)} -> {shortened(new)}"
+    return f"{shortened(old)} -> {shortened(new)}"
+
+
+def shortened(value: Any) -> str:
+    """A value in at most 100 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def intended(path: Path) -> dict[tuple[str, str], str]:
+    """The intended differences with their reasons, by cell and field."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8")).get("difference", [])
+    return {(entry["cell"], entry["field"]): entry["reason"] for entry in entries}
+
+
+def report(
+    results: Results,
+    differences: Sequence[Difference],
+    reasons: Mapping[tuple[str, str], str],
+    quick: bool,
+) -> int:
+    """Print the number of cells and what differs; return 1 if something is not as intended."""
+    unexpected = [d for d in differences if d.key not in reasons]
+    matched = {d.key for d in differences} & reasons.keys()
+    cells = {cell for cell, _ in reasons} & results.keys() if quick else {cell for cell, _ in reasons}
+    unmatched = sorted(key for key in reasons.keys() - matched if key[0] in cells)
+    accepted = [r for r in results.values() if "journal" in r]
+    seconds = sum(r.get("seconds", 0.0) for r in results.values())
+    for difference in unexpected[:MOST_SHOWN]:
+        print(f"differs: {difference.cell}: {difference.field}: {difference.detail}")
+    if len(unexpected) > MOST_SHOWN:
+        print(f"... and {len(unexpected) - MOST_SHOWN} more")
+    for cell, field in unmatched:
+        print(f"listed as intended, but equal: {cell}: {field}")
+    print(
+        f"{len(results)} cells ({len(accepted)} runs, {len(results) - len(accepted)} refusals and "
+        f"outputs) in {seconds:.0f} s: {len(unexpected)} unexpected differences, "
+        f"{len(matched)} intended, {len(unmatched)} listed without effect"
+    )
+    return 1 if unexpected or unmatched else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
