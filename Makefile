@@ -5,13 +5,13 @@ PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
 
-.PHONY: demo test slow lint house grid bench bench-peers docs gallery clean
+.PHONY: demo test slow lint house grid scorecard bench bench-peers docs gallery clean
 
 demo: .venv/ready
 	.venv/bin/fedstill demo
 
 # The tests' own files are in UTF-8, whatever a machine's locale is; tests/cli/test_other_encodings.py has another.
-test slow: export PYTHONUTF8 = 1
+test slow scorecard: export PYTHONUTF8 = 1
 
 test: .venv/ready
 	unset PYTHONDONTWRITEBYTECODE; .venv/bin/python -m pytest -n auto --dist loadscope --no-loadscope-reorder
@@ -30,6 +30,10 @@ grid: .venv/ready
 # make house: files, lines, the longest of both, circles of imports, names that occur twice, texts without an encoding.
 house: .venv/ready
 	.venv/bin/python tools/house.py --found
+
+# make scorecard ARGS="--quick R1 S1": what fedstill promises, measured on this machine; docs/reliability.md has the rows.
+scorecard: .venv/ready
+	PYTHONPATH="tests$${PYTHONPATH:+:$$PYTHONPATH}" .venv/bin/python -m scorecard $(ARGS)
 
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.startup

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedstill.audit.what_runs import unpickled
+from scorecard.what_runs import unpickled
 
 
 def test_no_module_names_a_pickle_and_a_run_that_is_watched_meets_none() -> None:
     measured = unpickled(10_000)
     assert measured.says == ()
-    assert measured.passed == measured.trials > 400
+    assert measured.passed == measured.trials > 200

@@ -1,6 +1,6 @@
 """The table of docs/papers.md on what goes together: every method on every topology, engine, with networks that differ.
 
-``python tools/combinations.py`` writes it anew, between its two marks. Each cell is what preparing such a run says: it
+``python -m tools.combinations`` writes it anew, between its two marks. Each cell is what preparing such a run says: it
 can be done, or it is refused by name, and the refusal stands below the table.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from fedstill import from_tensors, registry
-from fedstill.audit.fitting_runs import fitting_run
 from fedstill.data.examples import Dataset
 from fedstill.errors import FedstillError
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import prepare
+from tools.fitting_runs import fitting_run
 
 PAGE = Path(__file__).parents[1] / "docs" / "papers.md"
 MARKS = ("<!-- combinations -->\n", "<!-- end of combinations -->\n")

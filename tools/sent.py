@@ -1,6 +1,6 @@
 """The table of docs/privacy.md on what clients send beside models: every method, from what its code expects and does.
 
-``python -m tools.sent`` writes it anew, between its two marks; ``fedstill audit P4`` looks in the same way.
+``python -m tools.sent`` writes it anew, between its two marks; row P4 of the scorecard looks in the same way.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedstill import registry
-from fedstill.audit.fitting_runs import own_methods
-from fedstill.audit.what_is_sent import cells
+from tools.fitting_runs import own_methods
+from tools.what_is_sent import cells
 
 PAGE = Path(__file__).parents[1] / "docs" / "privacy.md"
 MARKS = ("<!-- sent -->\n", "<!-- end of sent -->\n")

@@ -7,5 +7,5 @@ from tools.combinations import PAGE, table, written
 
 def test_the_table_is_that_of_now() -> None:
     text = PAGE.read_text()
-    assert table() in text, "python tools/combinations.py"
+    assert table() in text, "python -m tools.combinations"
     assert written(text) == text

@@ -13,7 +13,6 @@ from cyclopts import CycloptsError, MissingArgumentError, UnknownOptionError, Un
 
 from fedstill.cli import (
     asking,
-    audit,
     comparisons,
     deploy,
     explained,
@@ -35,7 +34,6 @@ from fedstill.files import named_path
 __all__ = [
     "app",
     "asking",
-    "audit",
     "call",
     "comparisons",
     "deploy",

@@ -11,7 +11,6 @@ from scipy.stats import chisquare
 from torch import Tensor
 
 from fedstill import registry
-from fedstill.audit.trials import Trials, small_run
 from fedstill.errors import IncompatibleMethod, TooFewReplies
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.unmaskable import refuse_methods_without_sums
@@ -19,6 +18,7 @@ from fedstill.secure.fixed_point import BITS, RANGE, FixedPoint
 from fedstill.secure.primitives import Masks
 from fedstill.secure.protocol import Sum, Summand
 from fedstill.secure.unmasking import unmasked
+from scorecard.trials import Trials, small_run
 
 GONE = (0.0, 0.1, 0.2, 0.3, 0.4, 0.6)
 """Shares of the clients that drop out in the trials, in turn."""

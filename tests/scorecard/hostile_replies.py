@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fedstill.audit.trials import STEADY, Trials, small_run
 from fedstill.census import run_census
 from fedstill.errors import Diverged, FedstillError, TooFewReplies, on_one_line
 from fedstill.experiment.config.experiment import Experiment
@@ -21,6 +20,7 @@ from fedstill.trees import same_bits
 from fedstill.watch import Unwatched
 from fedstill.wire.screen import Refusal
 from fedstill.work import ClientWork
+from scorecard.trials import STEADY, Trials, small_run
 
 Change = Callable[[list[Reply]], list[Reply]]
 

@@ -14,11 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedstill.audit.trials import Trials, scratch
 from fedstill.deploy import certificates, folder, greeting, programs
 from fedstill.deploy.gate import KEY_HEADER, MAX_BODY, Gate
 from fedstill.errors import FedstillError
 from fedstill.version import VERSION
+from scorecard.trials import Trials, scratch
 
 
 def strangers(trials: int) -> Trials:

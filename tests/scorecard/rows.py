@@ -12,21 +12,20 @@ from typing import Any
 
 import torch
 
-from fedstill.audit.attacks_and_privacy import epsilons, members_told, under_attack
-from fedstill.audit.doors import strangers
-from fedstill.audit.everyday import examples, lasting, one_file
-from fedstill.audit.hostile_replies import absent, diverging, poisoned, repeated
-from fedstill.audit.malformed_files import malformed
-from fedstill.audit.secret_sums import secret_sums
-from fedstill.audit.stopping_runs import damage, kills
-from fedstill.audit.trials import PromiseRow, Trials, without_log
-from fedstill.audit.what_is_sent import sent_by
-from fedstill.audit.what_runs import foreign_code, unpickled
 from fedstill.errors import UnknownName
 from fedstill.files import make_folder, write_whole
 from fedstill.report.markup import html_table, section, sentence
 from fedstill.report.page import document
 from fedstill.version import VERSION
+from scorecard.attacks_and_privacy import epsilons, members_told, sent_by, under_attack
+from scorecard.doors import strangers
+from scorecard.everyday import examples, lasting, one_file
+from scorecard.hostile_replies import absent, diverging, poisoned, repeated
+from scorecard.malformed_files import malformed
+from scorecard.secret_sums import secret_sums
+from scorecard.stopping_runs import damage, kills
+from scorecard.trials import PromiseRow, Trials, without_log
+from scorecard.what_runs import foreign_code, unpickled
 
 ALL = 10_000
 """More than there are, where a trial is a part of the package."""
@@ -54,8 +53,6 @@ ROWS = (
 
 HEAD = ["", "promise", "a trial", "trials", "passed", "seconds", "again"]
 
-Said = Callable[[PromiseRow], None]
-
 
 def chosen_rows(names: Sequence[str]) -> list[PromiseRow]:
     """The rows of these ids, all of them where none is named; raises UnknownName."""
@@ -66,15 +63,16 @@ def chosen_rows(names: Sequence[str]) -> list[PromiseRow]:
     return [known[name.upper()] for name in names] if names else list(ROWS)
 
 
-def audited(rows: Sequence[PromiseRow], quick: bool, before: Said) -> dict[str, Any]:
-    """What measuring the rows gave, as it is written to a file; ``before``: called before each row."""
+def measure_rows(rows: Sequence[PromiseRow], quick: bool, announce: Callable[[PromiseRow], None]) -> dict[str, Any]:
+    """Measure rows, each announced first; gives the scorecard as it is written to a file."""
     measured = []
     for row in rows:
-        before(row)
-        trials, began = row.quick if quick else row.whole, time.perf_counter()
+        announce(row)
+        trials = row.quick if quick else row.whole
+        start = time.perf_counter()
         with without_log():
             outcome = row.probe(trials)
-        measured.append(_told(row, outcome, time.perf_counter() - began, quick))
+        measured.append(_measured_row(row, outcome, time.perf_counter() - start, quick))
     return {
         "version": VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -85,7 +83,8 @@ def audited(rows: Sequence[PromiseRow], quick: bool, before: Said) -> dict[str, 
     }
 
 
-def _told(row: PromiseRow, outcome: Trials, seconds: float, quick: bool) -> dict[str, Any]:
+def _measured_row(row: PromiseRow, outcome: Trials, seconds: float, quick: bool) -> dict[str, Any]:
+    arguments = f'"{row.id} --quick"' if quick else row.id
     return {
         "id": row.id,
         "promise": row.promise,
@@ -93,31 +92,34 @@ def _told(row: PromiseRow, outcome: Trials, seconds: float, quick: bool) -> dict
         "trials": outcome.trials,
         "passed": outcome.passed,
         "seconds": round(seconds, 1),
-        "command": f"fedstill audit {row.id}{' --quick' * quick}",
+        "command": f"make scorecard ARGS={arguments}",
         "says": list(outcome.says),
     }
 
 
-def score_lines(told: Mapping[str, Any]) -> list[list[str]]:
+def score_lines(scorecard: Mapping[str, Any]) -> list[list[str]]:
     """The lines of the table under ``HEAD``."""
     keys = ("id", "promise", "trial", "trials", "passed", "seconds", "command")
-    return [[str(row[key]) for key in keys] for row in told["rows"]]
+    return [[str(row[key]) for key in keys] for row in scorecard["rows"]]
 
 
-def all_passed(told: Mapping[str, Any]) -> bool:
+def all_passed(scorecard: Mapping[str, Any]) -> bool:
     """Whether every trial of every row passed."""
-    return all(row["trials"] == row["passed"] for row in told["rows"])
+    return all(row["trials"] == row["passed"] for row in scorecard["rows"])
 
 
-def write_scorecard(told: Mapping[str, Any], folder: Path) -> Path:
-    """Write audit.json and audit.html, which needs no network; gives the page's path."""
+def write_scorecard(scorecard: Mapping[str, Any], folder: Path) -> Path:
+    """Write scorecard.json and scorecard.html, which needs no network; gives the page's path."""
     make_folder(folder)
-    write_whole(folder / "audit.json", json.dumps(told, indent=2).encode())
-    said = [[row["id"], line] for row in told["rows"] for line in row["says"]]
-    where = f"fedstill {told['version']}, torch {told['torch']}, {told['machine']}, {told['date']}"
-    parts = [section("Measured here", sentence(where), html_table(HEAD, score_lines(told)), name="rows")]
-    if said:
-        parts.append(section("What the rows say", html_table(["", "trial"], said), name="says"))
-    page = folder / "audit.html"
+    write_whole(folder / "scorecard.json", json.dumps(scorecard, indent=2).encode())
+
+    origin = f"fedstill {scorecard['version']}, torch {scorecard['torch']}, {scorecard['machine']}, {scorecard['date']}"
+    table = html_table(HEAD, score_lines(scorecard))
+    parts = [section("Measured here", sentence(origin), table, name="rows")]
+    remarks = [[row["id"], line] for row in scorecard["rows"] for line in row["says"]]
+    if remarks:
+        parts.append(section("What the rows say", html_table(["", "trial"], remarks), name="says"))
+
+    page = folder / "scorecard.html"
     write_whole(page, document("fedstill: the scorecard", "".join(map(str, parts))).encode())
     return page

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import fedstill
-from fedstill.audit.stopping_runs import evidence_of
-from fedstill.audit.trials import Trials, scratch, small_run
 from fedstill.errors import FedstillError, Interrupted, cut_reason, on_one_line
 from fedstill.experiment.progress import Quiet
 from fedstill.experiment.running.runner import resume, run
 from fedstill.report.page import write_page
+from scorecard.stopping_runs import evidence_of
+from scorecard.trials import Trials, scratch, small_run
 
 BLOCK = 100
 """Rounds between two looks at a long run; the first look is what the others are compared with."""
@@ -61,8 +61,10 @@ class _Watching(Quiet):
 def _grown(changes: dict[str, Any], blocks: int) -> list[str]:
     if not Path("/proc/self/statm").exists():
         return ["cannot be measured here: there is no /proc"] * blocks
-    words = [sys.executable, "-c", "from fedstill.audit.everyday import long_run; long_run()", json.dumps(changes)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", "from scorecard.everyday import long_run; long_run()", json.dumps(changes)]
+    # The process imports what this one does, wherever sys.path was set: by PYTHONPATH or by pytest.
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(words, env=surroundings, capture_output=True, text=True, check=False)
     if done.returncode:
         return [cut_reason(done.stderr[-300:])] * blocks
     (memory, files), *later = json.loads(done.stdout.splitlines()[-1])
@@ -116,7 +118,7 @@ from fedstill.records import Carry, Payload
 from fedstill.work import ClientWork
 
 
-@method("audit_mine")
+@method("scorecard_mine")
 @dataclass(frozen=True)
 class Mine(FedAvg):
     """FedAvg that holds on to what the global model says of every example."""

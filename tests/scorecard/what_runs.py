@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import fedstill
-from fedstill.audit.trials import Trials, scratch, small_run
 from fedstill.deploy.flower_app import CODE, PYPROJECT, TRIAL, require_own_app
 from fedstill.errors import Refused
 from fedstill.experiment.config.settle import settle
@@ -22,6 +21,7 @@ from fedstill.experiment.preparing.prepared import prepare, read_data
 from fedstill.files import digest
 from fedstill.records import Payload, Stage
 from fedstill.version import VERSION
+from scorecard.trials import Trials, scratch, small_run
 
 CODE_IN_FILES = re.compile(
     r"\b(pickle|cPickle|dill|cloudpickle|joblib|marshal|shelve)\b"
@@ -51,7 +51,7 @@ print("met:", met)
 def unpickled(trials: int) -> Trials:
     """Each trial: a module that may not name what runs code from files; and a run that is watched, made and resumed."""
     package = Path(fedstill.__file__).parent
-    modules = [path for path in sorted(package.rglob("*.py")) if path != Path(__file__)]
+    modules = sorted(package.rglob("*.py"))
     problems = {str(path.relative_to(package)): _names_it(path) for path in modules[: trials - 1]}
     with scratch() as place:
         command = [sys.executable, "-c", WATCHED, str(place / "run")]

@@ -1,4 +1,4 @@
-"""What clients send beside models, of every method: from what its code expects and does; and the row on it.
+"""What clients send beside models, of every method: from what its code expects and does.
 
 A client works through the stages of a small run twice, untrained: with its labels, and with others. What differs is
 made from labels, and not by training.
@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from fedstill import from_tensors, registry
-from fedstill.audit.fitting_runs import fitting_run, own_methods
-from fedstill.audit.trials import Trials
 from fedstill.census import run_census
 from fedstill.data.examples import Dataset
-from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.preparing.prepared import Prepared, prepare
 from fedstill.records import SERVER, Group, Payload, Reply, Stage, State
 from fedstill.rounds import run_round
 from fedstill.wire.screen import Refusal
+from tools.fitting_runs import fitting_run
 
 CLASSES, WIDTH, PUBLIC, CLIENTS = 7, 11, 13, 4
 LETTERS = {CLASSES: "C", WIDTH: "D", WIDTH + 1: "D + 1", PUBLIC: "P", WIDTH + CLASSES: "D + C", 16: "d", 1251: "M + 1"}
@@ -108,19 +106,3 @@ def same(one: Group, other: Group) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return all(torch.equal(one[k], other[k]) for k in one)
     return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-
-
-def sent_by(trials: int) -> Trials:
-    """Each trial: a method; its clients send what it declares and nothing else, and it is said what this is."""
-    problems, says = dict[str, str](), list[str]()
-    for method in own_methods()[:trials]:
-        try:
-            told = cells(method)[1]
-        except (FedstillError, ValueError) as error:
-            problems[method] = on_one_line(error)
-            continue
-        problems[method] = ""
-        if told != "nothing":
-            says.append(f"{method}: {told} made from labels".replace("`", ""))
-    outcome = Trials.of(problems)
-    return Trials(outcome.trials, outcome.passed, (*outcome.says, *says))

@@ -10,12 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedstill.audit.trials import STEADY, Trials, scratch, small_run
 from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.config.settle import settle
 from fedstill.experiment.run_directory.journal import read_journal, without_times
 from fedstill.experiment.running.runner import resume, run
 from fedstill.files import digest
+from scorecard.trials import STEADY, Trials, scratch, small_run
 
 PATIENCE = 120.0
 """Seconds after which a run that was started counts as hung."""

@@ -1,4 +1,4 @@
-"""Rows on attacks and privacy: what robust means leave of an attack, whether epsilon is true, who was trained on."""
+"""Rows on attacks and privacy: robust means under attack, whether epsilon is true, who was trained on, what is sent."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tools.fitting_runs import own_methods
+from tools.what_is_sent import cells
 
-from fedstill.audit.trials import Trials, scratch, small_run
+from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.run_directory.journal import read_journal
 from fedstill.experiment.running.runner import run
@@ -19,6 +21,7 @@ from fedstill.metrics.epsilon_audit import epsilon_at_least
 from fedstill.records import Payload
 from fedstill.wire.moments_accountant import training_epsilon
 from fedstill.wire.privacy import Privacy, gaussian_epsilon
+from scorecard.trials import Trials, scratch, small_run
 
 ATTACKS = ("sign_flip", "scaled", "label_flip")
 MEANS = ("examples", "trimmed_mean", "median", "norm_clipping", "krum")
@@ -138,3 +141,19 @@ def _exposed(method: str, seed: int) -> Experiment:
 def _span(each: Sequence[Mapping[str, Any]], key: str, times: float = 1) -> str:
     values = [times * one[key] for one in each]
     return f"{min(values):.2f}" if len(values) == 1 else f"{min(values):.2f} to {max(values):.2f}"
+
+
+def sent_by(trials: int) -> Trials:
+    """Each trial: a method; its clients send what it declares and nothing else, and it is said what this is."""
+    problems, says = dict[str, str](), list[str]()
+    for method in own_methods()[:trials]:
+        try:
+            told = cells(method)[1]
+        except (FedstillError, ValueError) as error:
+            problems[method] = on_one_line(error)
+            continue
+        problems[method] = ""
+        if told != "nothing":
+            says.append(f"{method}: {told} made from labels".replace("`", ""))
+    outcome = Trials.of(problems)
+    return Trials(outcome.trials, outcome.passed, (*outcome.says, *says))

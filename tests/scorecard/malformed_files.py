@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedstill.audit.trials import Trials, scratch, small_run
 from fedstill.data.sources.loader import load_dataset
 from fedstill.errors import FedstillError, on_one_line
 from fedstill.experiment.config.experiment import Experiment, load
@@ -20,6 +19,7 @@ from fedstill.experiment.running.runner import run
 from fedstill.records import Payload
 from fedstill.report.runs import find
 from fedstill.wire.codec import decode, encode
+from scorecard.trials import Trials, scratch, small_run
 
 NASTY: tuple[Any, ...] = (-1, 0, 1e308, float("nan"), float("inf"), "", "x" * 10_000, [], [[]], {}, True, "\x00", 2**70)
 
@@ -118,7 +118,7 @@ def _mutated(draw: random.Random) -> Experiment:
     asked: Experiment = small_run("fedntd")
     tables = {k: v for k, v in asked.tree.items() if isinstance(v, dict) and v}
     table = draw.choice(sorted(tables))
-    return asked.with_values({f"{table}.{draw.choice(sorted(tables[table]))}": draw.choice(NASTY)}, "audit")
+    return asked.with_values({f"{table}.{draw.choice(sorted(tables[table]))}": draw.choice(NASTY)}, "scorecard")
 
 
 def _read(what: Any) -> str:

@@ -62,7 +62,7 @@ def small_run(method: str, **changes: Any) -> Experiment:
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder that is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="fedstill-audit-") as place:
+    with tempfile.TemporaryDirectory(prefix="fedstill-scorecard-") as place:
         yield Path(place)
 
 

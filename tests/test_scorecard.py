@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedstill.audit import doors, everyday, hostile_replies, stopping_runs, what_is_sent, what_runs
-from fedstill.audit.attacks_and_privacy import canary, epsilons, members_told
-from fedstill.audit.malformed_files import malformed
-from fedstill.audit.scorecard import ROWS, all_passed, audited, chosen_rows, write_scorecard
-from fedstill.audit.secret_sums import secret_sums
-from fedstill.audit.trials import PromiseRow, Trials
-from fedstill.cli import call
 from fedstill.errors import CorruptFile, UnknownName
 from fedstill.wire.privacy import Privacy
+from scorecard import doors, everyday, hostile_replies, stopping_runs, what_runs
+from scorecard.__main__ import main
+from scorecard.attacks_and_privacy import canary, epsilons, members_told, sent_by
+from scorecard.malformed_files import malformed
+from scorecard.rows import ROWS, all_passed, chosen_rows, measure_rows, write_scorecard
+from scorecard.secret_sums import secret_sums
+from scorecard.trials import PromiseRow, Trials
 
 pytest.importorskip("opacus")
 pytest.importorskip("cryptography")
@@ -61,7 +61,7 @@ def test_rows_that_say_what_they_measured_pass_here() -> None:
     seen = members_told(2)
     assert (seen.trials, seen.passed) == (2, 2)
     assert [line.partition(": AUC 0.")[0] for line in seen.says] == ["fedavg", "fedavgm"]
-    sent = what_is_sent.sent_by(9)
+    sent = sent_by(9)
     assert (sent.trials, sent.passed) == (9, 9)
     assert "ccvr: counts, sums, products made from labels" in sent.says
 
@@ -154,19 +154,22 @@ def test_rows_are_chosen_by_id() -> None:
 
 def test_the_page_and_the_numbers_say_the_same(tmp_path: Path) -> None:
     row = PromiseRow("R4", "a <promise>", "a trial", lambda n: Trials(n, n - 1, ("one & only",)), 2, 9)
-    told = audited([row], True, lambda _: None)
+    told = measure_rows([row], True, lambda _: None)
     assert not all_passed(told)
     page = write_scorecard(told, tmp_path / "card").read_text()
-    written = json.loads((tmp_path / "card" / "audit.json").read_text())
+    written = json.loads((tmp_path / "card" / "scorecard.json").read_text())
     assert written == told
-    assert written["rows"][0]["command"] == "fedstill audit R4 --quick"
+    assert written["rows"][0]["command"] == 'make scorecard ARGS="R4 --quick"'
     assert "a &lt;promise&gt;" in page
     assert "one &amp; only" in page
 
 
 def test_the_command_prints_and_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(["audit", "S4", "--quick", "--out", str(tmp_path / "card")]) == 0
+    assert main(["S4", "--quick", "--out", str(tmp_path / "card")]) == 0
     out = capsys.readouterr().out
-    assert "fedstill audit S4 --quick" in out
-    assert (tmp_path / "card" / "audit.html").is_file()
-    assert call(["audit", "Z9", "--quick"]) == 2
+    assert 'make scorecard ARGS="S4 --quick"' in out
+    assert (tmp_path / "card" / "scorecard.html").is_file()
+    with pytest.raises(SystemExit) as stopped:
+        main(["Z9", "--quick"])
+    assert stopped.value.code == 2
+    assert "Z9" in capsys.readouterr().err
