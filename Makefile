@@ -1,13 +1,17 @@
-# make demo: set everything up, then train, measure and show three methods.   make test: the same, then the tests.
+# make demo: install fedstill and what it depends on, then train, measure and show three methods.
+# make test: install every extra and the tools, too, then run the tests.
 PYTHON ?= python3
 # Another index or build of torch: make demo PIP_ARGS="--index-url https://download.pytorch.org/whl/cpu --extra-index-url https://pypi.org/simple"
 PIP_ARGS ?=
 # uv does not read pip's settings: hand on its folder of wheels, if it has one that exists (uv refuses a missing one).
 LINKS = $$(d=$$(.venv/bin/pip config get :env:.find-links 2>/dev/null || .venv/bin/pip config get global.find-links 2>/dev/null); test -d "$$d" && echo "$$d")
+INSTALL = UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt
+# What make test adds: the tools, and every extra but flower-simulation.
+EXTRAS = test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure
 
 .PHONY: demo test slow lint house grid scorecard bench bench-peers docs gallery clean
 
-demo: .venv/ready
+demo: .venv/core
 	.venv/bin/fedstill demo
 
 # The tests' own files are in UTF-8, whatever a machine's locale is; tests/cli/test_other_encodings.py has another.
@@ -53,8 +57,13 @@ gallery: .venv/ready
 clean:
 	rm -rf .venv build site
 
-.venv/ready: pyproject.toml constraints.txt
+# Two stamps: core has what the demo needs, ready adds what the tests need.
+.venv/core: pyproject.toml constraints.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -q uv
-	UV_FIND_LINKS="$${UV_FIND_LINKS:-$(LINKS)}" VIRTUAL_ENV=.venv .venv/bin/uv pip install -q $(PIP_ARGS) -c constraints.txt -e '.[test,tensorboard,docs,flower,flower-datasets,onnx,tune,mlflow,wandb,text,private,secure]'
+	.venv/bin/python -m pip install -q -c constraints.txt uv
+	$(INSTALL) -e .
+	touch .venv/core
+
+.venv/ready: .venv/core
+	$(INSTALL) -e '.[$(EXTRAS)]'
 	touch .venv/ready
