@@ -47,10 +47,10 @@ def command(elsewhere: Path, *words: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.fixture
 def fedstill(elsewhere: Path) -> Fedstill:
-    def call(*words: str) -> subprocess.CompletedProcess[str]:
+    def call(*words: str, folder: Path = elsewhere) -> subprocess.CompletedProcess[str]:
         what, settings = command(elsewhere, *words)
         return subprocess.run(
-            what, cwd=elsewhere, env=settings, capture_output=True, text=True, timeout=30 * MINUTES, check=False
+            what, cwd=folder, env=settings, capture_output=True, text=True, timeout=30 * MINUTES, check=False
         )
 
     return call
@@ -66,11 +66,12 @@ def test_nothing_of_a_checkout_or_an_extra_is_there(elsewhere: Path) -> None:
     assert said.split()[1:] == ["None", "None"]
 
 
-def test_the_demo(elsewhere: Path, fedstill: Fedstill) -> None:
-    done = fedstill("demo", "--quiet", "--out", "demo")
+def test_the_demo_in_an_empty_folder(tmp_path: Path, fedstill: Fedstill) -> None:
+    done = fedstill("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert all(method in done.stdout for method in ("fedavg", "fedprox", "fedntd"))
-    assert (elsewhere / "demo" / "report.html").is_file()
+    assert (tmp_path / "runs" / "demo-1" / "report.html").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
 def test_a_run_and_what_can_be_made_of_it(elsewhere: Path, fedstill: Fedstill) -> None:
