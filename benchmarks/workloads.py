@@ -16,6 +16,9 @@ from fedstill.experiment.preparing.prepared import Prepared
 from fedstill.models import contract
 from fedstill.records import SERVER
 
+Labelled = tuple[torch.Tensor, torch.Tensor]
+"""Images (N, C, H, W) uint8 and their labels (N,)."""
+
 PAPER = {"epochs": 5, "batch": 50, "lr": 0.01, "lr_decay": 0.99, "momentum": 0.9, "weight_decay": 1e-5}
 
 
@@ -40,6 +43,10 @@ class Workload:
     augmented: bool = False  # whether it is measured with images mirrored at random, too
 
     def dataset(self) -> Dataset:
+        """The images as a data set."""
+        return from_tensors(self.name, *self.examples())
+
+    def examples(self) -> tuple[Labelled, Labelled]:
         """Ten Gaussian classes as images: every client the same number, and 1,000 to test on."""
         draw = torch.Generator().manual_seed(0)
         centres = 40 * torch.randn(10, *self.shape, generator=draw)
@@ -53,10 +60,14 @@ class Workload:
                 images[start : start + 5000] = (128 + centres[part] + noise).clamp(0, 255).to(torch.uint8)
             return images, labels
 
-        return from_tensors(self.name, some(self.clients * self.images), some(1000))
+        return some(self.clients * self.images), some(1000)
 
     def experiment(self, method: str, **changes: Any) -> Experiment:
         """One run of it."""
+        return Experiment(**self.values(method, **changes))
+
+    def values(self, method: str, **changes: Any) -> dict[str, Any]:
+        """The fields of a run's Experiment."""
         values = {
             "rounds": 1000,
             "seed": 1,
@@ -67,7 +78,7 @@ class Workload:
             "topology": {"kind": self.topology, "clients": self.clients, "sampled": self.sampled},
             "plan": dict(self.plan),
         }
-        return Experiment(**{**values, **changes})
+        return {**values, **changes}
 
 
 WORKLOADS = {

@@ -1,0 +1,1 @@
+"""A commit and the working tree, timed in alternation."""

@@ -1,0 +1,261 @@
+"""What is timed in both trees, and how: whole commands, and rounds of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from safetensors.torch import save_file
+
+from benchmarks.beside import child
+from benchmarks.beside.trees import Tree
+from benchmarks.peers.common import cores
+from benchmarks.startup import CONFIG
+from benchmarks.workloads import WORKLOADS
+
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "FEDSTILL_WORKERS")
+
+NOT_INHERITED = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
+"""The first two are what ``import fedstill`` decides; without bytecode, start-up is not a user's."""
+
+
+class Failed(Exception):
+    """A timed process ended with an error; the message has its last lines."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall-clock and CPU seconds, the latter over all threads."""
+
+    wall: float
+    cpu: float
+
+
+class Measurement(Protocol):
+    """Something that is timed in pairs."""
+
+    @property
+    def group(self) -> str:
+        """Its name for ``--only``."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the table."""
+
+    @property
+    def pairs(self) -> int:
+        """The number of pairs by default."""
+
+    def time(self, trees: Sequence[Tree], number: int, scratch: Path) -> list[Seconds]:
+        """Time fresh processes of the trees in this order, and return the seconds of each.
+
+        ``number``: of the pair; it seeds Python's hashes alike in both trees. ``scratch``: a
+        folder for files that later pairs use again. Raises Failed.
+        """
+
+
+@dataclass(frozen=True)
+class Command:
+    """A whole process, from its start to its end, with imports."""
+
+    group: str
+    name: str
+    pairs: int
+    arguments: tuple[str, ...]
+
+    def time(self, trees: Sequence[Tree], number: int, scratch: Path) -> list[Seconds]:
+        """Run the command once in each tree."""
+        return [self._run(tree, number) for tree in trees]
+
+    def _run(self, tree: Tree, number: int) -> Seconds:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "one.toml").write_text(CONFIG, encoding="utf-8")
+            with (folder / "output").open("w+", encoding="utf-8") as output:
+                began = time.perf_counter()
+                process = subprocess.Popen(
+                    [sys.executable, "-P", *self.arguments],
+                    env=environment(tree, number),
+                    cwd=folder,
+                    stdout=output,
+                    stderr=output,
+                )
+                _, status, usage = os.wait4(process.pid, 0)
+                wall = time.perf_counter() - began
+                process.returncode = os.waitstatus_to_exitcode(status)
+                if process.returncode:
+                    raise Failed(_reason(f"{self.name} in {tree.name}", output))
+        return Seconds(wall=wall, cpu=usage.ru_utime + usage.ru_stime)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of a run, without the process's start and the loading of data.
+
+    A pair is two processes that take turns, a round each. Its seconds are the median of
+    ``rounds`` rounds that follow ``warm_up`` others. ``workload``: where the images come from;
+    empty for the data set that the experiment names.
+    """
+
+    group: str
+    name: str
+    pairs: int
+    rounds: int
+    warm_up: int
+    experiment: Mapping[str, Any]
+    workload: str = ""
+
+    def time(self, trees: Sequence[Tree], number: int, scratch: Path) -> list[Seconds]:
+        """Run the rounds in one process of each tree, in the order A B B A."""
+        total = self.warm_up + self.rounds
+        experiment = {**self.experiment, "rounds": total}
+        task = {"experiment": experiment, "tensors": self._tensors(scratch)}
+        with ExitStack() as stack:
+            runs = [stack.enter_context(_started(tree, number, task)) for tree in trees]
+            for turn in range(total):
+                order = runs if turn % 2 == 0 else runs[::-1]
+                for run in order:
+                    run.round()
+        return [run.median(self.warm_up) for run in runs]
+
+    def _tensors(self, scratch: Path) -> str:
+        if not self.workload:
+            return ""
+        path = scratch / f"{self.workload}.safetensors"
+        if not path.exists():
+            train, test = WORKLOADS[self.workload].examples()
+            tensors = {
+                "train_images": train[0],
+                "train_labels": train[1],
+                "test_images": test[0],
+                "test_labels": test[1],
+            }
+            save_file(tensors, path)
+        return str(path)
+
+
+class _Run:
+    """A child process that runs a round whenever it is told to."""
+
+    def __init__(self, tree: Tree, process: subprocess.Popen[str], errors: IO[str]) -> None:
+        self.tree = tree
+        self.process = process
+        self.errors = errors
+        self.seconds: list[Seconds] = []
+        self._line()  # it has imported everything and has its data
+
+    def round(self) -> None:
+        """Have one round run, and keep its seconds."""
+        assert self.process.stdin is not None
+        print(file=self.process.stdin, flush=True)
+        self.seconds.append(Seconds(**json.loads(self._line())))
+
+    def median(self, warm_up: int) -> Seconds:
+        """Return the median of each clock over the rounds after the first ``warm_up``."""
+        timed = self.seconds[warm_up:]
+        return Seconds(
+            wall=statistics.median(seconds.wall for seconds in timed),
+            cpu=statistics.median(seconds.cpu for seconds in timed),
+        )
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait()
+            raise Failed(_reason(f"a run in {self.tree.name}", self.errors))
+        return line
+
+
+@contextmanager
+def _started(tree: Tree, number: int, task: Mapping[str, Any]) -> Iterator[_Run]:
+    """Start a child in a folder of its own; end it when all times have been taken."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        path = folder / "task.json"
+        path.write_text(json.dumps({**task, "source": str(tree.source)}), encoding="utf-8")
+        errors = stack.enter_context((folder / "errors").open("w+", encoding="utf-8"))
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-P", child.__file__, str(path)],
+                env=environment(tree, number),
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                encoding="utf-8",
+            )
+        )
+        stack.callback(process.kill)  # it waits for a turn that does not come
+        yield _Run(tree, process, errors)
+
+
+def environment(tree: Tree, number: int) -> dict[str, str]:
+    """Return a process's environment: this tree's code, and the same threads in both trees."""
+    inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
+    threads = dict.fromkeys(THREADS, str(cores()))
+    return {
+        **inherited,
+        **threads,
+        "PYTHONPATH": str(tree.source),
+        "PYTHONHASHSEED": str(number),
+    }
+
+
+def _reason(subject: str, output: IO[str]) -> str:
+    output.seek(0)
+    lines = output.read().strip().splitlines()
+    return "\n".join([f"{subject} failed:", *lines[-5:]])
+
+
+def _workload(name: str, method: str, engine: str, pairs: int, rounds: int) -> Rounds:
+    return Rounds(
+        group=name,
+        name=f"{name}, {method}, {engine}: a round",
+        pairs=pairs,
+        rounds=rounds,
+        warm_up=1,
+        experiment=WORKLOADS[name].values(method, engine=engine),
+        workload=name,
+    )
+
+
+MEASUREMENTS: tuple[Measurement, ...] = (
+    Command("start-up", "import fedstill", 20, ("-c", "import fedstill")),
+    Command("start-up", "fedstill --help", 20, ("-m", "fedstill", "--help")),
+    Command(
+        "first-round",
+        "fedstill run, one round: the whole process",
+        10,
+        ("-m", "fedstill", "run", "one.toml", "-q"),
+    ),
+    Rounds(
+        group="first-round",
+        name="run(), one round: without the start",
+        pairs=10,
+        rounds=1,
+        warm_up=0,
+        experiment={"method": "fedntd", "measure": ()},
+    ),
+    _workload("W1", "fedntd", "pooled", pairs=6, rounds=2),
+    _workload("W2", "fedseq", "pooled", pairs=6, rounds=2),
+    _workload("W4", "fedavg", "pooled", pairs=9, rounds=10),
+    _workload("W4", "fedavg", "vectorised", pairs=9, rounds=10),
+)
+
+
+def warm_up(trees: Sequence[Tree], scratch: Path) -> None:
+    """Run every command once, so that both trees have their bytecode and their files cached."""
+    for measurement in MEASUREMENTS:
+        if isinstance(measurement, Command):
+            measurement.time(trees, 0, scratch)
