@@ -14,6 +14,7 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -148,6 +149,8 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=0, help="of each measurement (default: 6–20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything here")
     options = parser.parse_args()
+    # sys.exit unwinds the stack, so that the git worktree is removed and timed processes end.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         measurements = chosen(options.only)
         return compare(options.rev, measurements, options.pairs, options.json)
