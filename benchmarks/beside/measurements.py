@@ -255,8 +255,8 @@ MEASUREMENTS: tuple[Measurement, ...] = (
     ),
     _workload("W1", "fedntd", "pooled", pairs=6, rounds=2),
     _workload("W2", "fedseq", "pooled", pairs=6, rounds=2),
-    _workload("W4", "fedavg", "pooled", pairs=9, rounds=10),
-    _workload("W4", "fedavg", "vectorised", pairs=9, rounds=10),
+    _workload("W4", "fedavg", "pooled", pairs=7, rounds=10),
+    _workload("W4", "fedavg", "vectorised", pairs=7, rounds=10),
 )
 
 
