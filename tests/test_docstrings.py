@@ -113,6 +113,18 @@ def test_a_users_file_is_read_and_a_class_without_source_has_none(tmp_path: Path
     assert docstrings.sentences(type("Bare", (), {})) == {}
 
 
+def test_a_summary_is_the_whole_first_paragraph() -> None:
+    def split() -> None:
+        """Share ``labels`` over
+        two lines.
+
+        Another paragraph.
+        """
+
+    assert registry.Entry("partition", "split", split).summary == "Share labels over two lines."
+    assert registry.Entry("partition", "split", split, about="By ``name``.").summary == "By name."
+
+
 def test_blocks_end_at_an_empty_line_or_the_next_label() -> None:
     text = """A method: not a label.
 

@@ -57,8 +57,10 @@ class Entry:
 
     @property
     def summary(self) -> str:
-        """One line that says what it is."""
-        return (self.about or (inspect.getdoc(self.target) or "").split("\n")[0]).replace("``", "")
+        """One line that says what it is: the first paragraph of its docstring, unless ``about`` is given."""
+        first_paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
+        text = self.about or " ".join(first_paragraph.split())
+        return text.replace("``", "")
 
     @functools.cached_property
     def fields(self) -> Mapping[str, tuple[Any, Any]]:
