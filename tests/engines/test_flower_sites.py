@@ -81,7 +81,7 @@ def test_a_trial_reads_no_file_of_a_site_that_its_operator_has_not_listed(tmp_pa
     assert Clerk(Site(0, tmp_path / "memory", files=(str(private),)))(request).failure == ""
 
 
-def test_a_table_of_fifty_thousand_columns_fits_a_request_and_what_does_not_is_said_at_the_server() -> None:
+def test_fifty_thousand_columns_fit_a_request_and_the_server_names_what_does_not() -> None:
     names = [f"gene_{i:09d}" for i in range(50_000)]
     facts = {"columns": names, "features": names, "mean": [0.123456789012345] * 50_000, "std": [1.0] * 50_000}
     request = replace(request_of(settings_of()), facts=facts)

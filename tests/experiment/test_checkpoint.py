@@ -131,7 +131,7 @@ def test_memory_files_that_no_kept_checkpoint_names_are_pruned(tmp_path: Path) -
     assert Memory(tmp_path / "memory", restored.memory).load(3).number("n") == 7
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
+# --- damage ---------------------------------------------------------------------------
 
 Damage = Callable[[Checkpoints], None]
 

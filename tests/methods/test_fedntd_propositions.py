@@ -74,7 +74,7 @@ def test_proposition_1_more_beta_lowers_lambda_at_least_as_fast_as_equation_9_sa
     assert float(slope) <= bound * (1 - NEAR) if beta < CLASSES / 2 - 1 else float(slope) == pytest.approx(bound)
 
 
-def test_proposition_1_the_bound_fails_above_half_the_classes_and_the_slope_turns_at_one_below_them() -> None:
+def test_proposition_1_the_bound_fails_above_half_the_classes_and_the_slope_turns_below() -> None:
     shares = even_overall()
     slopes = {}
     for beta in (4.5, 8.9, 9.1):

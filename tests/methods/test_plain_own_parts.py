@@ -198,7 +198,7 @@ def test_without_kappa_and_with_shifts_that_stay_zero_feddbe_is_federated_averag
     assert same_bits(only(ours, theirs), theirs)
 
 
-def test_a_mean_that_is_the_consensus_costs_nothing_and_a_shift_of_features_is_one_of_the_bias() -> None:
+def test_a_consensus_mean_costs_nothing_and_a_shift_of_features_is_one_of_the_bias() -> None:
     ready = ready_for("feddbe", rounds=1)
     fed, spec = Federation(ready), ready.world.model(0)
     (x, y), draw = fed.data(0), torch.Generator().manual_seed(0)

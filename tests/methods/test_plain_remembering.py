@@ -108,7 +108,10 @@ def test_moon(model: dict[str, object]) -> None:
             def loss(model: nn.Module, x: Tensor, y: Tensor, near: nn.Module = near, far: nn.Module = far) -> Tensor:
                 h, g, p = (m.get_submodule("body")(x) for m in (model, near, far))
                 length = [v.norm(dim=1).clamp(min=1e-8) for v in (h, g.detach(), p.detach())]
-                to = [((h * v.detach()).sum(1) / length[0] / n / temperature).exp() for v, n in zip((g, p), length[1:])]  # noqa: B905
+                to = [
+                    ((h * v.detach()).sum(1) / length[0] / n / temperature).exp()
+                    for v, n in zip((g, p), length[1:], strict=True)
+                ]
                 return ce(model, x, y) - mu * (to[0] / (to[0] + to[1])).log().mean()
 
             sent.append(fed.fit(params, loss, round, c))

@@ -313,8 +313,12 @@ def test_fedprox_on_a_chain_stays_near_the_model_handed_over() -> None:
 
     def loss(teacher: nn.Module, fed: Federation, client: int, phi: float) -> Loss:
         anchor = [p.detach().clone() for p in teacher.parameters()]
-        far = lambda m: sum(((p - a) ** 2).sum() for p, a in zip(m.parameters(), anchor, strict=True))  # noqa: E731
-        return lambda model, x, y: ce(model, x, y) + 0.5 / 2 * far(model)
+
+        def distance(model: nn.Module) -> Tensor:
+            pairs = zip(model.parameters(), anchor, strict=True)
+            return torch.stack([((p - a) ** 2).sum() for p, a in pairs]).sum()
+
+        return lambda model, x, y: ce(model, x, y) + 0.5 / 2 * distance(model)
 
     check(drive(ready)[0][-1].params, on_a_chain(ready, loss))
 

@@ -150,7 +150,7 @@ def test_an_empty_matrix_is_refused():
         over.final_accuracy(np.zeros((0, 3)))
 
 
-def test_a_maximum_over_tasks_finds_forgetting_where_there_is_none_and_less_of_it_where_there_is_some() -> None:
+def test_a_maximum_over_tasks_invents_forgetting_and_understates_it_elsewhere() -> None:
     """LANDER's formula takes the best task of each row, as its code does: the two matrices of docs/forgetting.md."""
     hard, forgotten = [[90, None], [90, 40]], [[90, None], [50, 90]]
     assert [over.average_forgetting(m) for m in (hard, forgotten)] == [0.0, 40.0]

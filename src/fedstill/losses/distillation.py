@@ -19,7 +19,8 @@ def kd(student: Tensor, teacher: Tensor, temperature: float | Tensor = 1.0) -> T
     Source: Hinton et al., "Distilling the Knowledge in a Neural Network"; FedNTD eq. 3, HiPer-FedKD Algorithm 1.
     Reading: HiPer-FedKD's Algorithm 1 and SFedKD print no tau²; the code of the first has it, so we keep it everywhere.
 
-    >>> kd(torch.zeros(1, 2), torch.tensor([[1e4, 0.0]]))    # a certain teacher costs an undecided student log 2
+    >>> # A certain teacher costs an undecided student log 2.
+    >>> kd(torch.zeros(1, 2), torch.tensor([[1e4, 0.0]]))
     tensor([0.6931])
     """
     q = torch.log_softmax(student / temperature, dim=-1)

@@ -75,7 +75,8 @@ def average_accuracy(class_accuracy: TensorLike, proportions: TensorLike, query:
     Source: QKT, sec. 4.1 and appendix A.2 (Average Accuracy).
     Reading: a class both local and queried is counted once, with weight 1.
 
-    >>> average_accuracy([1.0, 1.0, 0.0], [0.5, 0.5, 0.0], query=[2])    # perfect at home, nothing learned
+    >>> # Perfect at home, nothing learned.
+    >>> average_accuracy([1.0, 1.0, 0.0], [0.5, 0.5, 0.0], query=[2])
     0.5
     """
     accuracy, shares = _accuracy_and_shares(class_accuracy, proportions)
