@@ -334,11 +334,13 @@ def _with_single_importer(modules: list[Module]) -> set[str]:
     for module in modules:
         for name in _imported(module, names):
             importers[name].add(module.name)
-    return {
-        module.name
-        for module in modules
-        if module.has_own_name and len(importers[module.name] - {module.name}) == 1 and not _registers(module)
-    }
+
+    single = set()
+    for module in modules:
+        other_modules = importers[module.name] - {module.name}
+        if module.has_own_name and len(other_modules) == 1 and not _registers(module):
+            single.add(module.name)
+    return single
 
 
 def _imported(module: Module, names: set[str]) -> Iterator[str]:
@@ -356,13 +358,12 @@ def _imported(module: Module, names: set[str]) -> Iterator[str]:
 
 
 def _registers(module: Module) -> bool:
-    definitions = ast.FunctionDef | ast.ClassDef
-    return any(
-        _name_of(decorator) in REGISTRARS
-        for node in module.nodes
-        if isinstance(node, definitions)
-        for decorator in node.decorator_list
-    )
+    for node in module.nodes:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            decorators = {_name_of(decorator) for decorator in node.decorator_list}
+            if decorators & REGISTRARS:
+                return True
+    return False
 
 
 def _name_of(decorator: ast.expr) -> str:
@@ -376,15 +377,14 @@ def _name_of(decorator: ast.expr) -> str:
 
 def unencoded_texts(modules: list[Module]) -> list[str]:
     """Lines that read or write a text in whatever encoding a machine's locale has."""
-    return [f"{module.path}:{line}" for module in modules for line in _unencoded_lines(module)]
-
-
-def _unencoded_lines(module: Module) -> Iterator[int]:
-    for node in module.nodes:
-        match node:
-            case ast.Call(keywords=keywords) if _opens_text(node):
-                if "encoding" not in {keyword.arg for keyword in keywords}:
-                    yield node.lineno
+    places = []
+    for module in modules:
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and _opens_text(node):
+                keywords = {keyword.arg for keyword in node.keywords}
+                if "encoding" not in keywords:
+                    places.append(f"{module.path}:{node.lineno}")
+    return places
 
 
 def _opens_text(call: ast.Call) -> bool:
