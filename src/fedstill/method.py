@@ -68,7 +68,8 @@ class Method:
     ...     stages = topology(state.round, world)
     ...     state = run_round(near, state, stages, world, engine, Unwatched(), Rules())
     ...     logits = near.predictors(state, world)["global"](torch.linspace(-1, 1, 256).reshape(256, 1, 1, 1))
-    ...     print(f"{state.extra['seen']} examples, accuracy {(logits.argmax(1) == light).double().mean():.2f}")
+    ...     accuracy = (logits.argmax(1) == light).double().mean()
+    ...     print(f"{state.extra['seen']} examples, accuracy {accuracy:.2f}")
     256 examples, accuracy 0.50
     512 examples, accuracy 0.70
     768 examples, accuracy 0.83

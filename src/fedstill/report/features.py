@@ -12,7 +12,8 @@ from fedstill.report.markup import Html, choice, figure, grid, labelled, named_c
 from fedstill.report.measured import Look, last_looks, matrix, reading
 
 CLASSES = (
-    "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1", "#9C755F", "#EDC948", "#76B7B2", "#FF9DA7", "#79706E",
+    "#4E79A7", "#F28E2B", "#59A14F", "#E15759", "#B07AA1",
+    "#9C755F", "#EDC948", "#76B7B2", "#FF9DA7", "#79706E",
 )  # fmt: skip
 """The colour of each class, the same in all these pictures; they repeat after ten."""
 
