@@ -63,6 +63,20 @@ class Plan:
     def __post_init__(self) -> None:
         check_ranges(self)
 
+    def batches_per_epoch(self, examples: int, joined: bool = False) -> int:
+        """How many batches an epoch has; ``joined``: without a last one of a single example.
+
+        >>> Plan(batch=20).batches_per_epoch(41), Plan(batch=20).batches_per_epoch(41, joined=True)
+        (3, 2)
+        """
+        return -(-examples // self.batch) - joined
+
+    def leaves_one_over(self, examples: int) -> bool:
+        """Whether training comes to a last batch of a single example behind others in its epoch."""
+        ends_with_one = 1 < self.batch < examples and examples % self.batch == 1
+        is_reached = self.steps == 0 or self.steps >= self.batches_per_epoch(examples)
+        return ends_with_one and is_reached
+
     def lr_at(self, round: int) -> float:
         """The learning rate of a round (1 is the first): nothing is remembered, so a resumed run has the same.
 

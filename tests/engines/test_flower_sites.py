@@ -228,6 +228,34 @@ def test_on_its_own_data_a_site_gives_the_bits_of_the_simulation_and_keeps_its_l
     assert all(torch.equal(answer.up.params[k], simulated.up.params[k]) for k in simulated.up.params)
     assert 0 <= answer.metrics["site_accuracy"] <= 1
     assert "label_counts" not in answer.metrics
+
+
+NORMED = """
+from torch import nn
+
+def normed(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
+"""
+
+
+def test_at_a_site_a_left_over_example_joins_the_batch_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "normed.py"
+    file.write_text(NORMED)
+    model = f"{file}:normed"
+    changes = {"model": model, "partition": "iid", "plan": {"epochs": 1, "batch": 33, "lr": 0.1}}
+    ready = prepare(settings_of(**changes), toys.blobs())
+    size = ready.sites.size(0)
+    assert size % 33 == 1
+    folder = own_data(tmp_path / "own", ready, 0, toys.blobs().test)
+    settings = on_sites(**changes)
+    facts = Facts.known_by(prepare(settings, toys.blobs())).plain()
+    site = Site(0, tmp_path / "memory", data=str(folder), imports=(model,))
+    answer = Clerk(site)(request_of(settings, facts=facts))
+    assert answer.failure == ""
+    assert answer.metrics["steps"] == size // 33
+    simulated = clerk(tmp_path / "simulated", imports=(model,))(request_of(ready.settings))
+    for name, value in simulated.up.params.items():
+        assert torch.equal(answer.up.params[name], value), name
     assert "correct_by_class" not in answer.metrics
 
 

@@ -18,6 +18,7 @@ from fedstill.engines.order import epoch_batches
 from fedstill.engines.private import poisson_batches
 from fedstill.engines.step import Batch
 from fedstill.models import contract
+from fedstill.models.probing import joins_last_example
 from fedstill.records import Carry, Examples, Tensors, View
 
 T = TypeVar("T")
@@ -62,7 +63,8 @@ class LoneClient:
         steps, order = 0, stage_generator(self.view.client, self.how, "order")
         size, plan, private = len(self.examples), self.how.plan, self.how.private
         if private is None:
-            epochs = epoch_batches(size, plan, order, self.device)
+            joined = joins_last_example(self.view.model, plan, size)
+            epochs = epoch_batches(size, plan, order, self.device, joined)
         else:
             epochs = poisson_batches(size, plan, order, self.device, private.secret)
         for epoch, indices in enumerate(epochs):

@@ -26,7 +26,7 @@ from fedstill.engines.step import Batch, Networks, Seen
 from fedstill.engines.tallies import BestEpoch, RunningSums
 from fedstill.keys import drawing_from, seed_for
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers
+from fedstill.models.probing import draws_random_numbers, freeze_norms
 from fedstill.origin import bad_return
 from fedstill.records import Carry, Plan, Ran, Stage, Step, Tensors, View
 from fedstill.work import ClientWork
@@ -244,7 +244,5 @@ def _chosen(running: Tensor, new: Tensor, old: Tensor) -> Tensor:
 def _in_training_mode(m: nn.Module, plan: Plan) -> nn.Module:
     m.train()
     if plan.norm == "frozen":
-        for layer in m.modules():
-            if isinstance(layer, contract.NORMS):
-                layer.eval()
+        freeze_norms(m)
     return m

@@ -12,11 +12,19 @@ from fedstill.keys import resident
 from fedstill.records import Plan
 
 
-def epoch_batches(n: int, plan: Plan, order: torch.Generator, device: torch.device) -> Iterator[list[Tensor]]:
-    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept."""
+def epoch_batches(
+    n: int, plan: Plan, order: torch.Generator, device: torch.device, joined: bool = False
+) -> Iterator[list[Tensor]]:
+    """Batches of positions, epoch by epoch; ``plan.steps`` batches in all if that is set. The last batch is kept.
+
+    ``joined``: an epoch ends with one example more than a batch has, which joins the last batch (see
+    ``joins_last_example``).
+    """
     left = plan.steps
-    for positions in _permutations(n, plan, order):
+    for positions in _permutations(n, plan, order, joined):
         batches = list(torch.split(resident(positions, device), plan.batch))
+        if joined:
+            batches[-2:] = [torch.cat(batches[-2:])]
         yield batches[:left] if plan.steps else batches
         left -= len(batches)
 
@@ -90,9 +98,9 @@ def _side_by_side(own: Sequence[Tensor], steps: int) -> Tensor:
     return index
 
 
-def _permutations(n: int, plan: Plan, order: torch.Generator) -> Iterator[Tensor]:
+def _permutations(n: int, plan: Plan, order: torch.Generator, joined: bool = False) -> Iterator[Tensor]:
     """Each epoch's order of n examples; of none there are no epochs."""
     if n == 0:
         return
-    for _ in range(plan.epochs if not plan.steps else -(-plan.steps // -(-n // plan.batch))):
+    for _ in range(plan.epochs if not plan.steps else -(-plan.steps // plan.batches_per_epoch(n, joined))):
         yield torch.randperm(n, generator=order) if plan.shuffle else torch.arange(n)

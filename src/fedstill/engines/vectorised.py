@@ -25,7 +25,7 @@ from fedstill.engines.stacked_carry import Structures
 from fedstill.errors import on_one_line
 from fedstill.keys import put_aside
 from fedstill.models import contract
-from fedstill.models.probing import draws_random_numbers, is_of_library
+from fedstill.models.probing import draws_random_numbers, freeze_norms, is_of_library, joins_last_example
 from fedstill.models.wrapped import Wrapped
 from fedstill.records import ModelSpec, Payload, Plan, Reply, Stage
 from fedstill.work import ClientWork
@@ -76,9 +76,7 @@ def _tried(spec: ModelSpec) -> str:
 def _stack_fails(spec: ModelSpec) -> str:
     """Why a user's network cannot be stacked; empty if it can. A step of two clients tells, each with its examples."""
     m, x = contract.module(spec, "frozen").train(), contract.example(spec, 2)
-    for layer in m.modules():
-        if isinstance(layer, contract.NORMS):
-            layer.eval()
+    freeze_norms(m)
     entries = {k: torch.stack([v.detach(), v.detach()]) for k, v in contract.entries(spec, m).items()}
     params = {k: v.requires_grad_(k in contract.trainable_names(spec)) for k, v in entries.items()}
     try:
@@ -91,6 +89,17 @@ def _stack_fails(spec: ModelSpec) -> str:
     finally:
         m.eval()
     return ""
+
+
+def _is_stackable(begun: Begun, how: How) -> bool:
+    """Whether a client trains the site's network on examples, in batches as ``Timetable`` has them."""
+    carry, view = begun.carry, begun.view
+    if trains_its_own(carry) or not carry.params:
+        return False
+    of_site = len(stage_examples(view, how.stage))
+    chosen = of_site if carry.only is None else len(carry.only)
+    further = 0 if carry.more is None else len(carry.more)
+    return bool(of_site or further) and not joins_last_example(view.model, how.plan, chosen + further)
 
 
 @dataclass
@@ -156,10 +165,7 @@ class VectorisedEngine(PooledEngine):
             except Exception as error:
                 (replies[client],) = self._failed(work, how.stage, [client], error)
                 continue
-            own = trains_its_own(begun.carry)
-            some = begun.carry.more or stage_examples(begun.view, how.stage)
-            trains = not own and begun.carry.params and len(some)
-            fits_on = structures.of(begun.carry, begun.view) if trains else client
+            fits_on = structures.of(begun.carry, begun.view) if _is_stackable(begun, how) else client
             groups.setdefault(fits_on, []).append(begun)
         for group in groups.values():
             replies |= self._group(work, how, group)

@@ -36,6 +36,7 @@ from fedstill.losses import kd
 from fedstill.methods.fedavg import FEDNTD_PLAN
 from fedstill.methods.feddf import TEACH_SERVER, FedDF, Fused
 from fedstill.models.contract import trainable_names
+from fedstill.models.probing import joins_last_example
 from fedstill.records import SERVER, Carry, Payload, Plan, Ran, Reply, Stage, State, Step, Tensors, View, World, many
 from fedstill.registry import method
 from fedstill.trees import dtype_of, mean, scale
@@ -113,7 +114,8 @@ class FusedAndAveraged(Fused):
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         teachers, plan = super().begin(down, memory, view, world).teachers, world.plans[TEACH_SERVER]
-        steps = plan.steps or plan.epochs * -(-len(view.data) // plan.batch)
+        joined = joins_last_example(view.model, plan, len(view.data))
+        steps = plan.steps or plan.epochs * plan.batches_per_epoch(len(view.data), joined)
         number = torch.zeros((), dtype=dtype_of(down.params))
         sums = {f"sum.{k}": torch.zeros_like(down.params[k]) for k in sorted(trainable_names(view.model))}
         trace = {"steps": number, "models": number, **sums}

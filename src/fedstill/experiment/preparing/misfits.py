@@ -6,17 +6,18 @@ import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from fedstill.anywhere import ANYWHERE
+from fedstill.anywhere import ANYWHERE, acting
 from fedstill.data.examples import Dataset
 from fedstill.data.form import MANY
+from fedstill.data.partition.flat import FlatParts
 from fedstill.data.views import SiteViews
 from fedstill.errors import ConfigError, DataError, FedstillError, IncompatibleMethod, UnknownName, on_one_line
 from fedstill.experiment.config.named_tables import Named
 from fedstill.experiment.config.settings import Settings
 from fedstill.experiment.measures.choose import MeasuredRun, check_fit, measures
-from fedstill.experiment.preparing.lone_examples import refuse_lone_examples
 from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.preparing.trial_pass import refuse_huge, refuse_odd, two_examples
@@ -25,6 +26,7 @@ from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
+from fedstill.models.probing import needs_two_examples
 from fedstill.records import SERVER, ModelSpec, Plan, Stage
 from fedstill.ridge import RIDGE, no_linear_head
 from fedstill.work import ClientWork
@@ -108,7 +110,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     setting = MeasuredRun(method, name, schedule, world, not settings.on_sites, tested, here, labelled)
     check_fit(measures(settings.measure), setting)
     _check_public_labels(settings, sites, {s.name for s in schedule})
-    refuse_lone_examples(settings, world, sites)
+    _refuse_single_examples(settings, world, sites)
 
 
 def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Mapping[str, Plan]) -> None:
@@ -129,6 +131,65 @@ def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Ma
                     f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
                     f"set plan.{stage.name}.validation, 0.1 say"
                 )
+
+
+def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
+    """Raise ConfigError where a client that is drawn has to train on one example, and its network needs two at once.
+
+    Otherwise the run would stop in the round in which that client is drawn. Only what is certain is rejected: data that
+    stay the same, clients that may not fail, and training on a client's own data alone.
+    """
+    is_certain = isinstance(sites.parts, FlatParts) and sites.arrival is None and sites.tasks is None
+    if not is_certain or settings.of_clients.failures != "stop":
+        return
+
+    unable = {name: _unable_to_train(name, plan, world, sites) for name, plan in world.plans.items()}
+    if not any(unable.values()):
+        return
+    for number in range(1, settings.rounds + 1):
+        for stage in settings.topology(number, world):
+            drawn = unable.get(stage.name, frozenset()).intersection(stage.clients)
+            if drawn and stage.view == "private" and _begins_on_own_data(settings.method, stage):
+                raise ConfigError(_single_example(stage, min(drawn), world))
+
+
+def _unable_to_train(stage: str, plan: Plan, world: RunWorld, sites: SiteViews) -> frozenset[int]:
+    """The clients whose batches in a stage have one example, if their networks need two."""
+    if not (plan.epochs or plan.steps):
+        return frozenset()
+    if plan.validation == 0 and isinstance(sites.parts, FlatParts):
+        sizes = sites.parts.sizes
+    else:
+        sizes = np.array([sites.trains_on(client, stage) for client in range(len(sites.parts))], dtype=np.int64)
+    single = sizes > 0 if plan.batch == 1 else sizes == 1
+    clients = np.flatnonzero(single).tolist()
+    return frozenset(client for client in clients if needs_two_examples(world.model(client), plan.norm))
+
+
+def _begins_on_own_data(method: Method, stage: Stage) -> bool:
+    """Whether a client trains on its own data alone: a user's ``begin`` may give it further examples."""
+    work = acting(method, stage).work(stage)
+    author = next(kind for kind in type(work).__mro__ if "begin" in vars(kind))
+    return author.__module__.partition(".")[0] == "fedstill"
+
+
+def _single_example(stage: Stage, client: int, world: RunWorld) -> str:
+    """What is wrong with a client's batches of one example, and what to do."""
+    plan, spec = world.plans[stage.name], world.model(client)
+    table = f"plan.{stage.name}" if len(world.plans) > 1 else "plan"
+    remedies = ["choose another model"]
+    if not needs_two_examples(spec, "frozen"):
+        remedies.insert(0, f'set {table}.norm = "frozen"')
+    if plan.batch == 1:
+        reason = f"{table}.batch = 1"
+        remedies.insert(0, f"set {table}.batch to 2 or more")
+    else:
+        reason = f"client {client} has one example to train on"
+        remedies.insert(0, "choose a partition that gives it two")
+    return (
+        f"round {stage.round}, stage {stage.name!r}: {reason}, and model {spec.label} in training mode "
+        f"cannot take a single one: {', or '.join(remedies)}"
+    )
 
 
 def _check_named_stages(method: Method, name: str, said: Mapping[str, Any], stages: set[str]) -> None:
