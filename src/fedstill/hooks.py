@@ -1,118 +1,113 @@
-"""Functions of a user's class that nothing calls, because their name is no hook's, or not quite."""
+"""A misspelt hook is an error when its class is defined; otherwise nothing would call it, and FedAvg would be trained.
+
+The hooks of a class are the public methods that its base class has: ``fold`` of a ``Method``, ``terms`` of a
+``ClientWork``, ``look`` of a ``Measure``. A declaration is a class variable of the base class, such as ``needs``.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Collection, Iterator
+from functools import cached_property, partialmethod
 from typing import Any
 
 from fedstill.errors import ConfigError
 from fedstill.origin import definition
 
-NEAR = 0.75
-"""How alike a name must be to a hook's to be taken for it; 1 is the same (difflib's ratio)."""
+CUTOFF = 0.8
+"""From which ratio of ``difflib`` on two names resemble each other, of 0 (no letter in common) to 1 (the same name)."""
+
+METHOD_CLASSES: list[type] = []
+"""Both base classes of a method: a hook of the server is of no use at a client, and the other way round."""
+
+_METHOD_LIKE = (property, cached_property, classmethod, staticmethod, partialmethod)
 
 
-CALLED_WHERE_THERE = frozenset({"sent_logits"})
-"""Hooks that no class of the library need have: the measure leakage calls a method's, if it has one."""
+def reject_misspelt_hooks(cls: type) -> None:
+    """Raise ConfigError for a public name in a class body that resembles a hook or a declaration of a base class.
 
-
-def refuse_uncalled(what: str, made: object, *other_contracts: type) -> None:
-    """Raise ConfigError for a public function or setting of a user's class that most likely is meant as a hook.
-
-    That is one that its classes of the library do not have, that nothing in the modules of its own classes uses, and
-    whose name is near to one that the library's do have, or the exact name of a hook of ``other_contracts``. In the
-    file of the class itself the same goes for every function. The library's own classes pass, and so does every name
-    that begins with an underscore. ``what``: how the message calls it: "method mine.py".
+    Methods are compared with the hooks, and unannotated class variables with the declarations. Names that a base class
+    has are overrides. Fields, and names that begin with an underscore, may be anything. A method with the exact name of
+    a hook of the other of ``METHOD_CLASSES`` is rejected as well.
     """
-    library = [kind for kind in type(made).__mro__ if _is_library(kind)]
-    own = [kind for kind in type(made).__mro__ if kind is not object and not _is_library(kind)]
-    if not own:
-        return
-    known = {name for kind in library for name in _own(kind)} | CALLED_WHERE_THERE
-    elsewhere = {name: kind for kind in other_contracts if not isinstance(made, kind) for name in _own(kind)}
-    used = _used(own)
-    for kind in own:
-        for name in sorted({*_own(kind)} - known):
-            it = vars(kind)[name]
-            if used[name] > _used_in(it)[name]:  # by other code than its own
-                continue
-            said = f"{what}: nothing calls {name} ({definition(_function(it)) or kind.__name__})"
-            near = difflib.get_close_matches(name, known, n=1, cutoff=NEAR)
-            own_name = f"name of your own for it begins with an underscore: _{name}"
-            if name in elsewhere:
-                raise ConfigError(f"{said}: it belongs in the {elsewhere[name].__name__}")
-            if near:
-                raise ConfigError(f"{said}: did you mean {near[0]!r}? A {own_name}")
-            if kind.__module__ == type(made).__module__ and definition(_function(it)):
-                raise ConfigError(f"{said}: what is called is {', '.join(_hooks(library))}; a {own_name}")
+    library_bases = [base for base in cls.__mro__[1:] if base.__module__.partition(".")[0] == "fedstill"]
+    inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
+
+    for name, value in _public(cls):
+        if name in inherited:
+            continue
+        is_method = _is_method(value)
+        known = {base_name for base in library_bases for base_name in _names(base, methods=is_method)}
+        nearest = resembled(name, known)
+        if nearest:
+            _reject(cls, name, value, f"did you mean {nearest}? Rename it")
+        owner = _owner_elsewhere(cls, name)
+        if is_method and owner is not None:
+            _reject(cls, name, value, f"{name} belongs in the {owner.__name__}. Move it there")
 
 
-def is_users_own(made: object, name: str) -> bool:
-    """Whether an attribute is of a user's class, and not of one of the library's."""
-    return not _is_library(next(kind for kind in type(made).__mro__ if name in vars(kind)))
+def resembled(name: str, hooks: Collection[str]) -> str:
+    """The hook that a name resembles most; empty if it resembles none.
+
+    Two names resemble each other if they differ in capitals, underscores or a plural "s" alone, if they have the same
+    letters in another order, or if ``difflib`` gives them a ratio of ``CUTOFF`` and more.
+
+    >>> hooks = ["fold", "lookahead", "predictors"]
+    >>> [resembled(name, hooks) for name in ("look_ahead", "predictor", "flod", "fould", "hold", "compute_loss")]
+    ['lookahead', 'predictors', 'fold', 'fold', '', '']
+    """
+    plain = _plain(name)
+    by_plain_name = {_plain(hook): hook for hook in sorted(hooks)}
+    for plain_hook, hook in by_plain_name.items():
+        if plain.removesuffix("s") == plain_hook.removesuffix("s") or sorted(plain) == sorted(plain_hook):
+            return hook
+    nearest = difflib.get_close_matches(plain, by_plain_name, n=1, cutoff=CUTOFF)
+    return by_plain_name[nearest[0]] if nearest else ""
 
 
-def names_in(*functions: object) -> set[str]:
-    """The names that functions use: of variables, attributes and keyword arguments."""
-    codes = _codes(functions)
-    keywords = {word for code in codes for c in code.co_consts if isinstance(c, tuple) for word in c}
-    return {name for code in codes for name in code.co_names} | {word for word in keywords if isinstance(word, str)}
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
-def _hooks(kinds: Sequence[type]) -> list[str]:
-    """The functions that the library's classes have, in the order in which they are written."""
-    return list(dict.fromkeys(name for kind in reversed(kinds) for name in _own(kind) if _codes([vars(kind)[name]])))
+def _public(cls: type) -> Iterator[tuple[str, Any]]:
+    """The public methods and class variables in a class body, by name; no fields and no nested classes."""
+    annotations = inspect.get_annotations(cls)
+    for name, value in vars(cls).items():
+        is_field = name in annotations and "ClassVar" not in str(annotations[name])
+        if not (name.startswith("_") or is_field or isinstance(value, type)):
+            yield name, value
 
 
-def _is_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "fedstill"
+def _names(cls: type, methods: bool) -> set[str]:
+    """The hooks of a class, or its declarations."""
+    return {name for name, value in _public(cls) if _is_method(value) == methods}
 
 
-def _own(kind: type) -> Iterator[str]:
-    """The public names that a class itself defines, without those that are fields of a config."""
-    fields = {name for name, hint in vars(kind).get("__annotations__", {}).items() if "ClassVar" not in str(hint)}
-    return (name for name in vars(kind) if name[0] != "_" and name not in fields)
+def _is_method(value: object) -> bool:
+    return callable(value) or isinstance(value, _METHOD_LIKE)
 
 
-def _used(kinds: Sequence[type]) -> Counter[str]:
-    """The names that any code of the modules of some classes uses, with the number of functions that do."""
-    modules = {kind.__module__: sys.modules.get(kind.__module__) for kind in kinds}
-    inside = [v for m in modules.values() if m for v in vars(m).values() if getattr(v, "__module__", "") in modules]
-    return _used_in(*kinds, *inside)
+def _owner_elsewhere(cls: type, name: str) -> type | None:
+    """Whose hook a name is, if not of this class: the other of ``METHOD_CLASSES``; None if it is no hook."""
+    if not any(issubclass(cls, base) for base in METHOD_CLASSES):
+        return None
+    for base in METHOD_CLASSES:
+        if not issubclass(cls, base) and name in _names(base, methods=True):
+            return base
+    return None
 
 
-def _used_in(*things: object) -> Counter[str]:
-    """The names that code uses, be it as a text for getattr, with the number of functions that do."""
-    used = Counter[str]()
-    for code in set(_codes(things)):
-        texts = [c for c in code.co_consts if isinstance(c, str)] if "getattr" in code.co_names else []
-        used.update({*code.co_names, *texts})
-    return used
+def _reject(cls: type, name: str, value: Any, remedy: str) -> None:
+    place = definition(_function(value))
+    in_file = f" ({place})" if place else ""
+    own = f"name it _{name} if it is your own"
+    raise ConfigError(f"{cls.__name__}.{name}{in_file} overrides nothing: {remedy}, or {own}")
 
 
-def _codes(things: Iterable[Any]) -> list[CodeType]:
-    """The code of functions, of all functions of classes, and of the functions within them."""
-    return [code for thing in things for code in _codes_of(thing)]
-
-
-def _codes_of(thing: Any) -> Iterator[CodeType]:
-    if isinstance(thing, CodeType):
-        yield thing
-        yield from _codes(c for c in thing.co_consts if isinstance(c, CodeType))
-    elif isinstance(thing, type):
-        yield from _codes(v for v in vars(thing).values() if not isinstance(v, type))
-    elif isinstance(thing, property):
-        yield from _codes(f for f in (thing.fget, thing.fset) if f)
-    elif isinstance(code := getattr(_function(thing), "__code__", None), CodeType):
-        yield from _codes([code])
-
-
-def _function(thing: Any) -> Any:
-    """The function in what a class holds: itself, or that of a static method, a class method or a property."""
-    inner = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", getattr(thing, "func", thing))
-    return inspect.unwrap(inner) if callable(inner) else inner
+def _function(value: Any) -> Callable[..., Any]:
+    """The function behind a method, a property, a static method or a class method."""
+    if isinstance(value, property):
+        value = value.fget
+    inner = getattr(value, "__func__", getattr(value, "func", value))
+    return inspect.unwrap(inner) if callable(inner) else inner  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
 from fedstill.fields import check_ranges
+from fedstill.hooks import METHOD_CLASSES, reject_misspelt_hooks
 from fedstill.models.contract import predictor
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.trees import zeros_like
@@ -86,6 +87,11 @@ class Method:
     personal: ClassVar[frozenset[str]] = frozenset()
     reusable: ClassVar[frozenset[str]] = frozenset()
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ConfigError for a name that resembles a hook's or a declaration's."""
+        super().__init_subclass__(**arguments)
+        reject_misspelt_hooks(cls)
+
     def __post_init__(self) -> None:
         check_ranges(self)
 
@@ -144,3 +150,6 @@ class Method:
         As it stands the global model, if there is one.
         """
         return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
+
+
+METHOD_CLASSES.append(Method)

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, TypeVar, get_type_hints
 
 from fedstill import beside, docstrings
-from fedstill.errors import ConfigError, UnknownName
+from fedstill.errors import ConfigError, FedstillError, UnknownName
 
 HOMES = {
     "method": "fedstill.methods",
@@ -211,6 +211,8 @@ def _imported(what: str, load: Callable[[], ModuleType]) -> ModuleType:
     """A user's module; whatever its code raises while it is imported is one named error."""
     try:
         return load()
+    except FedstillError as error:
+        raise ConfigError(f"{what}: {error}") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{what} failed to import: {type(error).__name__}: {error}") from error
 

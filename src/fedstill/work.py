@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedstill.hooks import METHOD_CLASSES, reject_misspelt_hooks
 from fedstill.losses import cross_entropy
 from fedstill.records import KEEP, NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
 from fedstill.stream import OFF
@@ -16,6 +17,11 @@ class ClientWork:
 
     Without changes it is plain local training: the parameters received, cross-entropy, the parameters sent back.
     """
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """Raises ConfigError for a name that resembles a hook's."""
+        super().__init_subclass__(**arguments)
+        reject_misspelt_hooks(cls)
 
     def begin(self, down: Payload, memory: Payload, view: View, world: World) -> Carry:
         """What training starts with, from what was received and what this client remembers."""
@@ -78,6 +84,9 @@ class ClientWork:
     def trainable(self, name: str) -> bool:
         """Whether the parameter of this name is trained."""
         return True
+
+
+METHOD_CLASSES.append(ClientWork)
 
 
 class Census(ClientWork):

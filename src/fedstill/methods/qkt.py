@@ -189,7 +189,7 @@ class PartlyRefined(Refined):
         carry = super().begin(down, memory, view, world)
         of_eq4 = self.method.importance == "objective"
         peers = [view.logits(p, model=world.model(c)) for c, p in down.many("peer").items()] if of_eq4 else []
-        scores = self.scores(down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch)
+        scores = self.importances(down.params, self.weighed(carry, view, peers), view, world.plans[REFINE].batch)
         frozen = self.most_important(scores)
         return replace(carry, constants={**carry.constants, "frozen": frozen})
 
@@ -203,7 +203,7 @@ class PartlyRefined(Refined):
         rows = carry["frozen"][f"{HEAD}weight"].flatten(1).double().mean(1)
         return {**super().report(params, carry, view, world), "frozen_rows": rows.tolist()}
 
-    def scores(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
+    def importances(self, params: Tensors, loss: Weighed, view: View, batch: int) -> dict[str, Tensor]:
         """The importance of every entry of the head, from the gradients of batches of the client's own data."""
         mean, total = self.method.importance == "mean", dict[str, Tensor]()
         numbered = Examples(view.data.values, torch.arange(len(view.data), device=view.data.labels.device))

@@ -11,11 +11,9 @@ from fedstill.errors import ConfigError, UnknownName
 from fedstill.experiment.config.experiment import Experiment
 from fedstill.experiment.config.named_tables import Named, fields_of, read_named
 from fedstill.fields import shown
-from fedstill.hooks import is_users_own, refuse_uncalled
 from fedstill.method import Method
 from fedstill.models.additions import ADDED
 from fedstill.records import Plan
-from fedstill.work import ClientWork
 
 OF_NETWORKS = {"same_shapes", "same_features", "features", "head", "etf", "levels", "pair", "slim"}
 NAMES: Mapping[str, Collection[str]] = {
@@ -30,13 +28,12 @@ OF_STAGES = ("plans", "personal", "labelled", "reusable")
 
 
 def read_method(experiment: Experiment) -> tuple[Named, Method]:
-    """The method and the table that names it; raises ConfigError for what a class of a user's misspells."""
+    """The method and the table that names it; raises ConfigError for what a user's class declares and there is not."""
     named = read_named("method", experiment.table("method"), experiment.base)
     built = named.build()
     if not isinstance(built, Method):
         raise ConfigError(f"method.name = {named.entry.name!r} is a {type(built).__name__}, not a fedstill.Method")
     what = f"method {named.label}"
-    refuse_uncalled(what, built, ClientWork)
     _check_declared(what, built, experiment.base)
     return named, built
 
@@ -62,6 +59,12 @@ def _check_declared(what: str, method: Method, base: Path | None) -> None:
         some = f"{{{min(method.stages, default='train')!r}: Plan(epochs=1)}}"
         todo = f"give it one, such as plans = {some}; Plan(epochs=0) trains nothing"
         raise ConfigError(f"{what}: none of its stages has a plan: {todo}")
+
+
+def is_users_own(method: Method, name: str) -> bool:
+    """Whether an attribute of a method is defined in a user's class, and not in one of the library's."""
+    owner = next(kind for kind in type(method).__mro__ if name in vars(kind))
+    return owner.__module__.partition(".")[0] != "fedstill"
 
 
 _A_SET = (Set, "a frozenset of names, such as frozenset({'train'})")

@@ -19,6 +19,7 @@ from fedstill.engines.passes import ModelPasses, correct_by_class
 from fedstill.engines.serial import Sites
 from fedstill.experiment.measures.whole_models import WholePasses, whole
 from fedstill.files import make_folder, write_whole
+from fedstill.hooks import reject_misspelt_hooks
 from fedstill.keys import generator, seed_for
 from fedstill.method import Method
 from fedstill.metrics import class_accuracy
@@ -163,8 +164,12 @@ class Measure:
     each_epoch: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Take ``images``, as ``examples`` was called before, for one version more."""
+        """Raises ConfigError for a name that resembles a hook's or a declaration's.
+
+        ``images``, as ``examples`` was called before, is taken for one version more.
+        """
         super().__init_subclass__()
+        reject_misspelt_hooks(cls)
         if "images" in vars(cls) and "examples" not in vars(cls):
             text = f"{cls.__name__}.images is now called examples; rename it"
             warnings.warn(text, DeprecationWarning, stacklevel=2)

@@ -10,7 +10,6 @@ from fedstill import registry
 from fedstill.anywhere import acting
 from fedstill.errors import ConfigError, IncompatibleMethod, UnknownName
 from fedstill.experiment.measures.base import Measure, SaysLogits
-from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.records import SERVER, Stage, World
@@ -34,7 +33,6 @@ def measures(names: Sequence[str]) -> dict[str, Measure]:
         if not isinstance(made, Measure):
             raise ConfigError(f"measure {name!r} is a {type(made).__name__}, not a Measure")
         short = PurePath(name).name
-        refuse_uncalled(f"measure {short}", made)
         if isinstance(made.needs, str):
             raise ConfigError(f"measure {short}: needs = {made.needs!r} must be a frozenset of names")
         for need in sorted({*made.needs} - NEEDS):

@@ -22,7 +22,6 @@ from fedstill.experiment.preparing.querying import refuse_unraised
 from fedstill.experiment.preparing.run_world import RunWorld
 from fedstill.experiment.preparing.trial_pass import refuse_huge, refuse_odd, two_examples
 from fedstill.fitting import FIT
-from fedstill.hooks import refuse_uncalled
 from fedstill.method import Method
 from fedstill.models import contract
 from fedstill.models.held_entries import moving
@@ -78,7 +77,7 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
         refuse_huge(spec)
     schedule = [*settings.topology(1, world), *settings.topology(settings.rounds, world)]
     _check_stages(method, name, settings.named.topology, {s.name for s in schedule}, world.plans)
-    _check_hooks(method, name, schedule, world.plans)
+    _check_kept_epochs(method, schedule, world.plans)
     why = method.misfit(settings.topology(1, world), world)
     if why:
         raise IncompatibleMethod(f"method {name} on topology {kind}: {why}")
@@ -113,24 +112,20 @@ def refuse_misfits(settings: Settings, world: RunWorld, sites: SiteViews) -> Non
     _refuse_single_examples(settings, world, sites)
 
 
-def _check_hooks(method: Method, name: str, schedule: Sequence[Stage], plans: Mapping[str, Plan]) -> None:
-    """Raise ConfigError for what is misspelt in a user's ClientWork; the method itself is checked with its config.
-
-    And for a plan that keeps the best epoch of a work which scores on held-out data, where none are held out.
-    """
+def _check_kept_epochs(method: Method, schedule: Sequence[Stage], plans: Mapping[str, Plan]) -> None:
+    """Raise ConfigError for a plan that keeps the best epoch of a work which scores on held-out data, without any."""
     for stage in {stage.name: stage for stage in schedule}.values():  # a chain has one of each client
+        plan = plans.get(stage.name)
+        if plan is None or plan.keep != "best" or plan.validation or not (plan.epochs or plan.steps):
+            continue
         work = None
         with contextlib.suppress(Exception):  # the run says what it is, with its line
             work = method.work(stage)
-        if isinstance(work, ClientWork):
-            refuse_uncalled(f"method {name}", work, Method)
-            plan = plans.get(stage.name)
-            trains = plan and (plan.epochs or plan.steps) and type(work).score is ClientWork.score
-            if plan and trains and plan.keep == "best" and not plan.validation:
-                raise ConfigError(
-                    f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
-                    f"set plan.{stage.name}.validation, 0.1 say"
-                )
+        if isinstance(work, ClientWork) and type(work).score is ClientWork.score:
+            raise ConfigError(
+                f"plan.{stage.name}.keep = 'best' scores each epoch on held-out data, and there are none: "
+                f"set plan.{stage.name}.validation, 0.1 say"
+            )
 
 
 def _refuse_single_examples(settings: Settings, world: RunWorld, sites: SiteViews) -> None:
