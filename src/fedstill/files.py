@@ -147,13 +147,11 @@ def remove(path: Path) -> None:
 
 
 def named_path(given: Path | str) -> Path:
-    """A path as a person names it, ``~`` as the home folder; raises ConfigError for what is none."""
+    """A path as a person names it, ``~`` as the home folder; raises ConfigError for a home folder that is not there."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{given} names a home folder that is not there; give the whole path") from error
-    except TypeError as error:
-        raise ConfigError(f"a path is a text or a pathlib.Path, not {type(given).__name__}") from error
 
 
 def short_name(name: str) -> str:

@@ -122,7 +122,7 @@ def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SM
 
     p, q: (..., C) summing to 1, broadcast against each other; metric: "l1" (sum of differences), "l2" (Euclidean), "kl"
     (KL(p || q), each first smoothed to ``(D + s) / (1 + C s)``), "js" (mean KL to the midpoint, not smoothed). In nats
-    where there is a logarithm. Gives (...,) >= 0; symmetric except "kl". Raises UnknownName for another metric.
+    where there is a logarithm. Gives (...,) >= 0; symmetric except "kl".
 
     Source: SFedKD, sec. 3.2.
     Reading: the paper does not say what to do where q is 0 and KL infinite; we smooth both with its only constant.
@@ -130,8 +130,6 @@ def distance(p: TensorLike, q: TensorLike, metric: Metric, smoothing: float = SM
     >>> distance([1.0, 0.0], [0.0, 1.0], "l1")
     tensor(2., dtype=torch.float64)
     """
-    if metric not in DISTANCES:
-        raise UnknownName("distance", metric, DISTANCES)
     return DISTANCES[metric](as_floats(p), as_floats(q), smoothing)
 
 

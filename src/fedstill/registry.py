@@ -170,8 +170,6 @@ def bound(kind: str, name: str) -> Any:
 
 @functools.cache
 def _import_home(kind: str) -> None:
-    if kind not in HOMES:
-        raise UnknownName("kind", kind, HOMES)
     home = importlib.import_module(HOMES[kind])
     for info in pkgutil.iter_modules(getattr(home, "__path__", [])):
         importlib.import_module(f"{home.__name__}.{info.name}")

@@ -36,7 +36,7 @@ AT_CLIENTS = {
         def terms(self, step, carry):
             return {"ce": cross_entropy(step.logits(), step.teacher("global").argmax(1))}  # HERE
         """,
-        "there is no teacher 'global' in the carry, only []",
+        "KeyError: 'global'",
         "in terms",
     ),
     "group that was not sent": (

@@ -112,7 +112,7 @@ def size(spec: ModelSpec) -> int:
 def width(spec: ModelSpec) -> int:
     """D: how many features a model's body gives, which are its head's inputs.
 
-    Raises IncompatibleMethod for a model without body and head, or whose body does not give (B, D).
+    Raises IncompatibleMethod for a model whose body does not give (B, D), AttributeError for one without body.
     """
     params = {k: v.detach() for k, v in entries(spec, module(spec, "frozen").eval()).items()}
     with torch.no_grad():
@@ -148,7 +148,7 @@ def forward(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
 
 
 def features(m: nn.Module, params: Tensors, x: Tensor) -> Tensor:
-    """Penultimate features (B, D); raises IncompatibleMethod for a model without body and head."""
+    """Penultimate features (B, D); raises AttributeError for a model without body and head."""
     return run_part(m, "body", params, x)
 
 
@@ -182,13 +182,8 @@ def _slimmable(m: nn.Module) -> str:
 
 
 def run_part(m: nn.Module, name: str, params: Tensors, *x: Tensor | float) -> Tensor:
-    """What a named submodule gives; raises IncompatibleMethod for a model without it."""
-    try:
-        part = m.get_submodule(name)
-    except AttributeError as error:
-        raise IncompatibleMethod(
-            f"{type(m).__name__} has no {name!r}: features need a model with a body and a head"
-        ) from error
+    """What a named submodule gives; raises AttributeError for a model without it."""
+    part = m.get_submodule(name)
     prefix = name + "."
     own = {k.removeprefix(prefix): v for k, v in params.items() if k.startswith(prefix)}
     return run_with(part, own, *x)  # type: ignore[no-any-return]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.console import Console
 
-from fedstill.errors import ConfigError
 from fedstill.experiment.run_directory.frames import data_frame
 from fedstill.experiment.run_directory.result import Result
 from fedstill.experiment.run_directory.shown import (
@@ -50,11 +49,8 @@ class Comparison:
     def of(*runs: Result | Path | str) -> Comparison:
         """Some runs: results, directories of runs, or directories with runs below them, finished or not.
 
-        Raises ConfigError for a directory without runs and for a list, CorruptFile for a run that cannot be read.
+        Raises ConfigError for a directory without runs, CorruptFile for a run that cannot be read.
         """
-        if listed := [run for run in runs if isinstance(run, (list, tuple))]:
-            one = ", ".join(repr(str(run.directory if isinstance(run, Result) else run)) for run in listed[0])
-            raise ConfigError(f"Comparison.of takes runs one by one: Comparison.of({one}), or Comparison.of(*runs)")
         return Comparison(groups([run.directory if isinstance(run, Result) else named_path(run) for run in runs]))
 
     def table(self) -> pandas.DataFrame:

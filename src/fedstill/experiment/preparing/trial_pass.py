@@ -34,7 +34,7 @@ def refuse_huge(spec: ModelSpec) -> None:
         height, width = spec.input_shape[1:]
         raise ConfigError(
             f"model {spec.label} has {count:,} parameters on images of {height} x {width}: "
-            "set data.size = 64, or another size, or choose a model that grows less, resnet8 say"
+            "set data.size = 64, or another size, or choose a model that grows less, resnet10 say"
         )
 
 
