@@ -30,70 +30,53 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("compare --methods fedavg fedntd", "a list is written with commas: --methods fedavg,fedntd"),
-        ("compare small.toml --methods fedavg fedntd", "a list is written with commas: --methods fedavg,fedntd"),
-        ("compare small.toml --methods fedavg, fedntd", "a list is written with commas: --methods fedavg,fedntd"),
-        ("compare --methods=fedavg fedntd -q", "a list is written with commas: --methods fedavg,fedntd"),
-        ("compare --methods a.py b.py:Mine", "a list is written with commas: --methods a.py,b.py:Mine"),
-        ("compare small.toml --seeds 1 2 3", "a list is written with commas: --seeds 1,2,3"),
-        ("compare --seeds 1 2 small.toml", "a list is written with commas: --seeds 1,2"),
-        ("demo --seeds 1 2", "a list is written with commas: --seeds 1,2"),
-        ("reproduce fedntd/table1 --cells A:B C:D", "a list is written with commas: --cells A:B,C:D"),
-        ("query runs --client 1 --classes 7 9", "a list is written with commas: --classes 7,9"),
+        ("compare --methods fedavg fedntd", "--methods fedavg,fedntd"),
+        ("compare small.toml --methods fedavg fedntd", "--methods fedavg,fedntd"),
+        ("compare small.toml --methods fedavg, fedntd", "--methods fedavg,fedntd"),
+        ("compare --methods=fedavg fedntd -q", "--methods fedavg,fedntd"),
+        ("compare --methods a.py b.py:Mine", "--methods a.py,b.py:Mine"),
+        ("compare small.toml --seeds 1 2 3", "--seeds 1,2,3"),
+        ("compare --seeds 1 2 small.toml", "--seeds 1,2"),
+        ("demo --seeds 1 2", "--seeds 1,2"),
+        ("reproduce fedntd/table1 --cells A:B C:D", "--cells A:B,C:D"),
+        ("query runs --client 1 --classes 7 9", "--classes 7,9"),
         (
             "query runs --client 1 --classes 7 --teachers a.safetensors b.safetensors",
-            "a list is written with commas: --teachers a.safetensors,b.safetensors",
+            "--teachers a.safetensors,b.safetensors",
         ),
-        ("run small.toml -s rounds=1 seed=2", "each value has its own -s: -s rounds=1 -s seed=2"),
-        ("compare small.toml --grid plan.lr=1 seed=2", "each value has its own --grid: --grid plan.lr=1 --grid seed=2"),
-        ("compare --methods fedavg absent.toml", "cannot read the config absent.toml: No such file or directory"),
-        ("compare small.toml --grid plan.lr=1 2", "the values of a key are written with commas: --grid plan.lr=1,2"),
-        ("run small.toml plan.lr=1", "to override a value of the config, write -s before it: -s plan.lr=1"),
-        ("run small.toml -s data.mean=[a,b]", "data.mean = '[a,b]': write a list, ['a', 'b']"),
-        ("run", "run needs a config, e.g. fedstill run my.toml"),
-        ("resume -q", "resume needs a run's directory, e.g. fedstill resume runs/fedavg-digits-seed0-1"),
-        ("run small.toml --seed 3", "--seed is a key of the config, not an option; write -s seed=3"),
-        ("run small.toml --device=cuda", "--device is a key of the config, not an option; write -s device=cuda"),
-        (
-            "run small.toml --batch-size 32",
-            "--batch-size is a key of the config, not an option; write -s plan.batch=32",
-        ),
-        (
-            "explain small.toml --method fedntd",
-            "--method is a key of the config, not an option; write -s method=fedntd",
-        ),
-        ("compare small.toml --seed 3", "Unknown option: --seed. Did you mean --seeds?"),
-        ("run small.toml --nothing 3", "Unknown option: --nothing."),
-        (
-            "compare small.toml --methods fedavg,fedadkd --grid method.tckd=target,binary",
-            "unknown key 'method.tckd'; fedavg has aggregation, suspected; it is a field of fedadkd, feddkd, "
-            "feddkd_groups: set method.name",
-        ),
-        (
-            "compare small.toml --grid method.zzz=1,2",
-            "unknown key 'method.zzz'; fedavg has aggregation, suspected",
-        ),
-        ("run small.toml -s data.mean=0.5", "data.mean = 0.5: write a list, [0.5]"),
-        ("run small.toml -s plan.lr=.5", "plan.train.lr = '.5': input should be a valid number; write 0.5"),
-        ("run small.toml -s plan.lr=1.", "plan.train.lr = '1.': input should be a valid number; write 1.0"),
-        ("run small.toml -s rounds=03", "rounds = '03': input should be a valid integer; write 3"),
-        (
-            "run small.toml -s plan.shuffle=False",
-            "plan.train.shuffle = 'False': input should be a valid boolean; write false",
-        ),
-        ("why runs --from 2", "--from: name the client to leave out as well, with --without"),
-        ("why runs --rounds 3 --once", "--rounds and --once: name the client to leave out as well, with --without"),
-        ("run small.toml more.toml", "nothing takes 'more.toml' here"),
-        ("list methodes", "unknown kind 'methodes'; did you mean 'method'?"),
-        (
-            "list recipes",
-            "unknown kind 'recipes'; choose one of dataset, measure, method, model, partition, stream, topology",
-        ),
+        ("run small.toml -s rounds=1 seed=2", "-s rounds=1 -s seed=2"),
+        ("compare small.toml --grid plan.lr=1 seed=2", "--grid plan.lr=1 --grid seed=2"),
+        ("compare --methods fedavg absent.toml", "absent.toml"),
+        ("compare small.toml --grid plan.lr=1 2", "--grid plan.lr=1,2"),
+        ("run small.toml plan.lr=1", "-s plan.lr=1"),
+        ("run small.toml -s data.mean=[a,b]", "['a', 'b']"),
+        ("run", "fedstill run my.toml"),
+        ("resume -q", "fedstill resume runs/"),
+        ("run small.toml --seed 3", "-s seed=3"),
+        ("run small.toml --device=cuda", "-s device=cuda"),
+        ("run small.toml --batch-size 32", "-s plan.batch=32"),
+        ("explain small.toml --method fedntd", "-s method=fedntd"),
+        ("compare small.toml --seed 3", "--seeds"),
+        ("run small.toml --nothing 3", "--nothing"),
+        ("compare small.toml --methods fedavg,fedadkd --grid method.tckd=target,binary", "'method.tckd'"),
+        ("compare small.toml --grid method.zzz=1,2", "'method.zzz'"),
+        ("run small.toml -s data.mean=0.5", "[0.5]"),
+        ("run small.toml -s plan.lr=.5", "write 0.5"),
+        ("run small.toml -s plan.lr=1.", "write 1.0"),
+        ("run small.toml -s rounds=03", "write 3"),
+        ("run small.toml -s plan.shuffle=False", "write false"),
+        ("why runs --from 2", "--without"),
+        ("why runs --rounds 3 --once", "--without"),
+        ("run small.toml more.toml", "'more.toml'"),
+        ("list methodes", "'method'?"),
+        ("list recipes", "dataset, measure, method, model, partition, stream, topology"),
     ],
 )
 def test_the_line_says_what_to_write(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(words.split()) == 2
-    assert capsys.readouterr().err == f"fedstill: {said}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fedstill: ")
+    assert said in line
 
 
 @pytest.mark.parametrize("words", ["--methods fedavg small.toml", "--seeds 1,2 small.toml", "small.toml --seeds 1"])
@@ -142,7 +125,7 @@ def test_the_option_takes_every_engine_that_the_key_takes(capsys: pytest.Capture
 def test_explain_checks_what_a_run_would_check(split: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["explain", "small.toml", "-s", "method=fedmd", *split]) == 2
     said = capsys.readouterr()
-    assert said.err == "fedstill: method fedmd needs public data: set data.public to a number of examples\n"
+    assert "data.public" in said.err
     assert "method.name" in said.out, "what is asked for can be read all the same"
     assert call(["explain", "small.toml", *split]) == 0
     said = capsys.readouterr()

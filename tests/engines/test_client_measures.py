@@ -112,7 +112,7 @@ SPREAD = {"loss": {"ce": 1.0}, "spread": 0.5, "seconds_mine": 0.1, "report": {"h
 def test_names_are_known_where_every_measure_says_its_own() -> None:
     known, open_ = (ClientMeasures({"mine": m}, ALWAYS) for m in (Declared(), Undeclared()))
     assert known.refuses(SPREAD, TRAIN, 5) == open_.refuses(SPREAD, TRAIN, 5) == ""
-    assert known.refuses({**SPREAD, "more": 1}, TRAIN, 5) == "its report 'more' is none that this run asks for"
+    assert "'more'" in known.refuses({**SPREAD, "more": 1}, TRAIN, 5)
     assert open_.refuses({**SPREAD, "more": 1}, TRAIN, 5) == ""
     other = Stage(1, 0, "train", (0,))
     assert "'seconds_mine' is none" in open_.refuses(SPREAD, other, 5), "it is not due, so nobody asked"

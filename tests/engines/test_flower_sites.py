@@ -151,7 +151,7 @@ def test_a_site_takes_no_part_in_a_run_with_a_measure_that_it_refuses(tmp_path: 
     request = request_of(settings_of(measure=("contributions",)))
     assert clerk(tmp_path)(request).failure == ""
     refusing = clerk(tmp_path, refuse=("contributions",))
-    assert refusing(request).failure == "this site takes part in no run with the measure 'contributions'"
+    assert "'contributions'" in refusing(request).failure
     assert refusing(request_of(settings_of())).failure == ""
 
 

@@ -86,16 +86,13 @@ OTHER: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", OTHER)
 def test_what_is_no_experiment_is_named_with_what_makes_one(what: str) -> None:
-    for given, said in (
-        ("my.toml", r"not a str; give an Experiment, or fedstill\.load\('my\.toml'\)$"),
-        (Path("my.toml"), r"or fedstill\.load\('my\.toml'\)$"),
-        (
-            {"rounds": 1},
-            r"^an experiment is wanted, not a dict; give an Experiment, or fedstill\.Experiment\(\*\*it\)$",
-        ),
-        (None, r"not None; give an Experiment, or fedstill\.load\('my\.toml'\)$"),
+    for given, remedy in (
+        ("my.toml", r"fedstill\.load\('my\.toml'\)$"),
+        (Path("my.toml"), r"fedstill\.load\('my\.toml'\)$"),
+        ({"rounds": 1}, r"fedstill\.Experiment\(\*\*it\)$"),
+        (None, r"fedstill\.load\('my\.toml'\)$"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=remedy):
             OTHER[what](given)
 
 
@@ -103,12 +100,12 @@ def test_a_trained_model_takes_arrays(tmp_path: Path) -> None:
     model = fedstill.load_model(run(toys.toy(rounds=1), tmp_path / "run", toys.blobs()))
     noise = model.noise(3)
     assert torch.equal(model(noise.numpy()), model(noise))
-    for given, said in (
-        ([[1.0]], "images are a list; give a tensor, or an array of numbers$"),
-        (np.array(["a"]), "images are an array of <U1; give a tensor, or an array of numbers$"),
-        (noise.numpy()[0], r"images must be \(N, 1, 4, 4\), not \(1, 4, 4\)"),
+    for given, kind in (
+        ([[1.0]], "a list"),
+        (np.array(["a"]), "<U1"),
+        (noise.numpy()[0], r"\(N, 1, 4, 4\), not \(1, 4, 4\)"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=kind):
             model(given)
 
 

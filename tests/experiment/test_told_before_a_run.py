@@ -43,28 +43,29 @@ def test_data_with_all_classes_are_passed_over() -> None:
 
 
 def test_classes_that_are_not_trained_or_not_tested_are_named() -> None:
-    assert _said(_data([0, 1, 2], [0, 1, 2, 3])) == [
-        "data: no training example is of class 'dog', so no model can learn it"
-    ]
-    assert _said(_data([0, 1, 2, 3], [0, 1])) == [
-        "data: no test example is of classes 'cat', 'dog', so whether it is forgotten is not measured"
-    ]
+    (untrained,) = _said(_data([0, 1, 2], [0, 1, 2, 3]))
+    assert "training" in untrained
+    assert "'dog'" in untrained
+    (untested,) = _said(_data([0, 1, 2, 3], [0, 1]))
+    assert "test" in untested
+    assert "'cat', 'dog'" in untested
 
 
 def test_classes_without_any_example_are_named_and_that_labels_count_from_0() -> None:
-    numbered = _data([1, 2], [1, 2], names=("0", "1", "2"))
-    assert _said(numbered) == ["data: no example is of class '0'; labels count from 0, and yours begin at 1"]
-    assert _said(_data([0, 3], [0, 3])) == ["data: no example is of classes 'bee', 'cat'"]
-    assert _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3"))) == [
-        "data: no example is of class '2'; labels from 0 to 3 are 4 classes"
-    ]
+    (numbered,) = _said(_data([1, 2], [1, 2], names=("0", "1", "2")))
+    assert "'0'" in numbered
+    assert "begin at 1" in numbered
+    (named,) = _said(_data([0, 3], [0, 3]))
+    assert "'bee', 'cat'" in named
+    (skipped,) = _said(_data([0, 1, 3], [0, 1, 3], names=("0", "1", "2", "3")))
+    assert "'2'" in skipped
+    assert "4 classes" in skipped
 
 
 def test_classes_that_are_alike_but_for_blanks_and_capitals_are_named() -> None:
-    assert _said(_data([0, 1, 2, 3], [0, 1, 2, 3], names=("yes", " yes", "no", "No "))) == [
-        "data: classes 'yes' and ' yes' differ only in blanks or capitals, and count as two",
-        "data: classes 'no' and 'No ' differ only in blanks or capitals, and count as two",
-    ]
+    first, second = _said(_data([0, 1, 2, 3], [0, 1, 2, 3], names=("yes", " yes", "no", "No ")))
+    assert "'yes' and ' yes'" in first
+    assert "'no' and 'No '" in second
 
 
 def test_a_run_says_which_columns_were_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,14 +77,14 @@ def test_a_run_says_which_columns_were_left_out(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_run_of_one_class_is_refused() -> None:
-    with pytest.raises(DataError, match="mine holds one class, 'ant': any model is right about it"):
+    with pytest.raises(DataError, match="'ant'"):
         _said(_data([0], [0], names=("ant",)))
 
 
 def test_without_test_examples_it_is_said_that_nothing_is_measured() -> None:
     data = _data([0, 1], [0, 1], names=("ant", "bee"))
     none = replace(data, test=data.test.take(torch.zeros(0, dtype=torch.int64)))
-    assert any("there are no test examples, so no accuracy is measured" in text for text in _said(none))
+    assert any("no test examples" in text for text in _said(none))
 
 
 def test_pictures_that_lie_in_no_folder_of_a_class_are_refused(tmp_path: Path) -> None:
@@ -122,7 +123,9 @@ def test_what_an_own_file_imports_is_not_proposed(tmp_path: Path) -> None:
 
 def test_seeds_that_are_none_are_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert call(["compare", "--methods", "fedavg", "--seeds", "1..3"]) == 2
-    assert capsys.readouterr().err == "fedstill: --seeds: '1..3' is no whole number; write 1,2,3, for example\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--seeds" in line
+    assert "'1..3'" in line
 
 
 def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> None:
@@ -134,9 +137,8 @@ def test_a_number_that_is_too_large_is_named_with_its_column(tmp_path: Path) -> 
 
 def test_a_rate_of_sgd_that_reaches_a_stage_of_adam_is_said() -> None:
     data = _data([0, 1, 2, 3], [0, 1, 2, 3])
-    assert _said(data, method="ft_fedavg", plan={"train": {"optimiser": "sgd"}, "lr": 0.05}) == [
-        "plan.finetune.lr = 0.05 is for adam here, which has 0.001 by default; set plan.finetune.lr, or "
-        "plan.finetune.optimiser = 'sgd'"
-    ]
+    (said,) = _said(data, method="ft_fedavg", plan={"train": {"optimiser": "sgd"}, "lr": 0.05})
+    assert "plan.finetune.lr = 0.05" in said
+    assert "plan.finetune.optimiser = 'sgd'" in said
     assert _said(data, method="ft_fedavg", plan={"lr": 0.005}) == []
     assert _said(data, method="ft_fedavg", plan={"lr": 0.05, "optimiser": "sgd"}) == []

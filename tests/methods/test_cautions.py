@@ -43,8 +43,7 @@ def trained(prepared: Prepared) -> dict[str, Tensor]:
 @pytest.mark.parametrize("method", NOT_TRUE_ALONE, ids=str)
 def test_it_is_fedavg_and_says_so(method: object) -> None:
     one, plain = ready(method, two_classes()), ready("fedavg", two_classes())
-    said = one.settings.method.caution(one.world)
-    assert said.startswith("of two classes one is not the true one; nothing is distilled, and this trains as fedavg")
+    assert "fedavg" in one.settings.method.caution(one.world)
     got, expected = trained(one), trained(plain)
     assert all(torch.equal(got[k], v) for k, v in expected.items())
     assert not ready(method, toys.blobs()).settings.method.caution(ready(method, toys.blobs()).world)
@@ -53,7 +52,7 @@ def test_it_is_fedavg_and_says_so(method: object) -> None:
 @pytest.mark.parametrize("method", ["fedewc", "fedlwf", "fot", "replay"])
 def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
     one, plain = ready(method, toys.blobs()), ready("fedavg", toys.blobs())
-    assert one.settings.method.caution(one.world).startswith("without [stream] there is no earlier task, and this")
+    assert "[stream]" in one.settings.method.caution(one.world)
     got, expected = trained(one), trained(plain)
     assert all(torch.equal(got[k], v) for k, v in expected.items())
     two = ready(method, toys.blobs(), stream={"kind": "classes", "tasks": 2}, rounds=4)
@@ -62,8 +61,7 @@ def test_over_one_task_it_is_fedavg_and_says_so(method: str) -> None:
 
 def test_over_one_task_the_clients_of_glfc_have_a_loss_of_their_own_and_say_which() -> None:
     one, plain = ready("glfc_local", toys.blobs()), ready("fedavg", toys.blobs())
-    said = one.settings.method.caution(one.world)
-    assert said == "without [stream] there is no earlier task, and only its first task's loss acts; add [stream]"
+    assert "[stream]" in one.settings.method.caution(one.world)
     got, expected = trained(one), trained(plain)
     assert any(not torch.equal(got[k], v) for k, v in expected.items())
     two = ready("glfc_local", toys.blobs(), stream={"kind": "classes", "tasks": 2}, rounds=4)
@@ -94,7 +92,7 @@ def test_in_tasks_of_two_classes_the_head_decides(head: str, past: str, said: bo
     one = ready("fedntd", data, stream=stream, rounds=4)
     caution = one.settings.method.caution(one.world)
     assert bool(caution) == said
-    assert not said or "as stream.head = 'task' leaves two in each task" in caution
+    assert not said or "stream.head" in caution
 
 
 def test_a_run_says_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
