@@ -330,11 +330,11 @@ def test_tensors():
     for bad in [(images.int(), labels), (images, labels[:5]), (images, labels.float()), (images[0], labels)]:
         with pytest.raises(DataError, match="mine, train"):
             from_tensors("mine", bad, (images, labels))
-    with pytest.raises(DataError, match="mine: values of train are float32, those of test uint8; give"):
+    with pytest.raises(DataError, match=r"train .*float32.*test uint8"):
         from_tensors("mine", (images.float(), labels), (images, labels))
     with pytest.raises(DataError, match=r"values are uint8 of shape \(1, 4, 4\); give pixels as uint8 \(N, C, H, W\)"):
         from_tensors("mine", (images[0], labels[:1]), (images, labels))
-    with pytest.raises(DataError, match="mine, test: labels are a list, not a tensor or a NumPy array"):
+    with pytest.raises(DataError, match="mine, test: labels"):
         from_tensors("mine", (images, labels), (images, [0] * 6))
     with pytest.raises(DataError, match="example 2 has label 2, outside 0 to 1"):
         from_tensors("mine", (images, labels), (images, labels), classes=["a", "b"])

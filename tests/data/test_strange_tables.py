@@ -156,7 +156,7 @@ def test_other_separators_are_told_by_the_first_line(separator: str) -> None:
 def test_endings_in_capitals_tabs_and_packed_files() -> None:
     assert told(csv("MINE.CSV"))[0] == ("age", "pressure")
     assert told(csv("mine.tsv", "age\tlabel", [f"{i}\t{i % 2}" for i in range(N)]))[0] == ("age",)
-    with pytest.raises(DataError, match=r"not a parquet, CSV or NPZ file; unpack it first: gunzip mine\.csv\.gz"):
+    with pytest.raises(DataError, match=r"gunzip mine\.csv\.gz"):
         load_dataset(csv("mine.csv.gz"))
 
 

@@ -52,7 +52,7 @@ def test_as_many_runs_at_once_as_the_card_has_memory_for(monkeypatch: pytest.Mon
 
 def test_no_server_chooses_the_device_of_its_sites() -> None:
     deployed = {"engine": "flower", "flower": {"federation": "f"}}
-    with pytest.raises(ConfigError, match="name 'cpu' or 'cuda', which the server and all sites then need"):
+    with pytest.raises(ConfigError, match="'cpu' or 'cuda'"):
         settle(toys.toy("fedavg", device="auto", **deployed))
     assert settle(toys.toy("fedavg", device="cpu", **deployed)).device == "cpu"
 

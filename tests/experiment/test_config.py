@@ -85,7 +85,7 @@ def test_an_override_of_the_plan_that_changes_nothing_is_refused(tmp_path: Path)
     """A resolved config says every stage's own plan, which stands above the common one."""
     again = tmp_path / "resolved.toml"
     again.write_text(settle(Experiment(method="fedntd", data={"name": "digits"})).toml)
-    with pytest.raises(ConfigError, match=r"plan.lr changes nothing, for each stage has its own; set plan.train.lr"):
+    with pytest.raises(ConfigError, match=r"plan\.lr .*plan\.train\.lr"):
         settle(load(again, ("plan.lr=0.3",)))
     assert settle(load(again, ("plan.train.lr=0.3",))).plans["train"].lr == 0.3
     part = Experiment(rounds=1, method="qkt", topology={"kind": "peer_to_peer"}, plan={"transfer": {"lr": 0.2}})

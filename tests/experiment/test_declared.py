@@ -56,7 +56,7 @@ def test_a_declaration_that_says_nothing_is_refused(name: str, tmp_path: Path) -
 
 def test_a_stage_of_the_methods_own_schedule_must_be_among_its_stages(tmp_path: Path) -> None:
     experiment, _ = mine(tmp_path, server="schedule = {'before': 'head'}")
-    with pytest.raises(ConfigError, match=r"stage 'head' of its own schedule; write it into stages, and into plans$"):
+    with pytest.raises(ConfigError, match="stage 'head'"):
         prepare(settle(experiment), toys.blobs())
 
 

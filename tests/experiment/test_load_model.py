@@ -225,9 +225,7 @@ def test_of_a_stopped_run_it_is_the_model_of_the_last_checkpoint(tmp_path: Path)
 def test_a_run_that_has_trained_nothing_is_refused(own: Path) -> None:
     shutil.rmtree(own / "checkpoints")
     (own / "model.safetensors").unlink()
-    with pytest.raises(
-        ConfigError, match=r"holds no model, neither in checkpoints/ nor in model.safetensors; train it"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoints/.*model\.safetensors"):
         load_model(own)
     (own / "summary.json").unlink()
     with pytest.raises(ConfigError, match=r"holds no model.* go on: fedstill resume"):

@@ -178,12 +178,12 @@ def test_rows_that_do_not_fit_are_one_line(given: object, words: str, runs: Runs
 
 
 def test_what_cannot_be_encoded_or_taken_is_one_line(runs: Runs) -> None:
-    with pytest.raises(ConfigError, match="encode is for tables and texts; the run's examples are series"):
+    with pytest.raises(ConfigError, match=r"encode.*series"):
         load_model(runs("series")).encode([[1.0]])
     table_model, text_model = load_model(runs("table")), load_model(runs("text"))
     with pytest.raises(ConfigError, match=r"rows of a table must be \(N, 6\), not \(6,\)"):
         table_model(torch.zeros(6))
-    with pytest.raises(ConfigError, match=r"rows of a table are torch\.int64; give floats, as in the run's data"):
+    with pytest.raises(ConfigError, match=r"torch\.int64"):
         table_model(torch.zeros(1, 6, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"texts are torch.float32; give token ids.* encode\(texts\)"):
         text_model(torch.zeros(1, 5))

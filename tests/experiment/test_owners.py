@@ -86,14 +86,14 @@ def test_train_and_test_in_one_pool_give_every_owner_a_share_of_all_its_rows() -
     assert len(run.sites.common_test) == 36, "all own tests together"
     with pytest.raises(ConfigError, match=r"partition.pool = true needs partition.own_test"):
         ready({"pool": True})
-    with pytest.raises(ConfigError, match="needs a test split with that column; give a share"):
+    with pytest.raises(ConfigError, match="own_test"):
         ready({"pool": True, "own_test": "column"})
 
 
 def test_owners_with_too_few_examples_are_left_out_and_the_number_of_clients_is_named() -> None:
     run = ready({"least": 15}, topology={"clients": 2})
     assert run.names == ("bern", "chur")
-    with pytest.raises(ConfigError, match=r"has 3 values with enough training examples, and topology.clients is 4"):
+    with pytest.raises(ConfigError, match=r"topology\.clients"):
         ready({}, topology={"clients": 4})
     with pytest.raises(ConfigError, match=r"partition.kind = 'column' needs data with such a column"):
         prepare(settle(toys.toy(partition={"kind": "column", "column": "x"})), toys.blobs())

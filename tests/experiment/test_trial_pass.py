@@ -136,7 +136,7 @@ def test_a_network_that_cannot_be_stacked_is_told_before_the_run() -> None:
     assert prepared.settings.engine == "pooled"
     kind, why = chosen(prepared.settings, prepared.world, 300)
     assert (kind, why.split(":")[0]) == ("pooled", "model toy_branching cannot run under torch.func.vmap")
-    with pytest.raises(ConfigError, match="cannot stack these clients: model toy_branching cannot run under"):
+    with pytest.raises(ConfigError, match="toy_branching"):
         ready("toy_branching", engine="vectorised")
     assert ready("toy_softmax", engine="auto").settings.engine == "vectorised"
 
@@ -149,7 +149,7 @@ def test_a_network_that_grows_too_large_with_images_is_not_built(monkeypatch: py
     data = from_tensors("large", (values, labels), (values[:2], labels[:2]), classes=["a", "b"])
     settings = settle(toys.toy(model="cnn", partition="iid", topology={"clients": 2}))
     monkeypatch.setattr(contract, "module", built)
-    with pytest.raises(ConfigError, match=r" has 536,926,146 parameters on images of 512 x 512: set data"):
+    with pytest.raises(ConfigError, match=r"536,926,146 .*512 x 512"):
         prepare(settings, data)
 
 

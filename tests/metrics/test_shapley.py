@@ -61,7 +61,7 @@ def test_drawn_orders_are_complete_and_near_exact_within_their_error() -> None:
 
 
 def test_more_players_than_can_be_asked_are_refused() -> None:
-    with pytest.raises(ValueError, match="11 players have 2,048 coalitions; at most 10 are asked exactly"):
+    with pytest.raises(ValueError, match="11 players"):
         rules.exact(lambda s: torch.zeros(1), 11)
 
 

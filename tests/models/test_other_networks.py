@@ -191,14 +191,14 @@ def test_series_are_a_plain_chain_whose_layers_can_be_wider() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "vocabulary", "fields", "says"),
     [
-        ("series_cnn", (2, 7), 0, {}, "at least 8 steps, these have 7; set model.name = 'mlp'"),
-        ("series_cnn", (6,), 0, {}, "takes series, and these examples are rows of numbers"),
-        ("series_cnn", (12,), 20, {}, "takes numbers, and these examples are texts"),
-        ("ft_transformer", (2, 16), 0, {}, "takes rows of numbers, and these examples are series"),
-        ("ft_transformer", (6,), 0, {"width": 10}, "width = 10 must be a multiple of heads = 4"),
-        ("bag", (6,), 0, {}, "takes the token ids of texts, and these examples are rows of numbers"),
-        ("tiny_transformer", (1, 8, 8), 0, {}, "takes the token ids of texts, and these examples are images"),
-        ("cnn", (6,), 0, {}, "takes images, and these examples are rows of numbers"),
+        ("series_cnn", (2, 7), 0, {}, "'mlp'"),
+        ("series_cnn", (6,), 0, {}, "rows of numbers"),
+        ("series_cnn", (12,), 20, {}, "texts"),
+        ("ft_transformer", (2, 16), 0, {}, "series"),
+        ("ft_transformer", (6,), 0, {"width": 10}, "heads = 4"),
+        ("bag", (6,), 0, {}, "rows of numbers"),
+        ("tiny_transformer", (1, 8, 8), 0, {}, "images"),
+        ("cnn", (6,), 0, {}, "rows of numbers"),
     ],
 )
 def test_what_a_network_does_not_take_is_one_line(
