@@ -7,6 +7,7 @@ The hooks of a class are the public methods that its base class has: ``fold`` of
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partialmethod
@@ -18,8 +19,8 @@ from fedstill.origin import definition
 CUTOFF = 0.8
 """From which ratio of ``difflib`` on two names resemble each other, of 0 (no letter in common) to 1 (the same name)."""
 
-METHOD_CLASSES: list[type] = []
-"""Both base classes of a method: a hook of the server is of no use at a client, and the other way round."""
+METHOD_CLASSES = {"Method": "fedstill.method", "ClientWork": "fedstill.work"}
+"""Both base classes of a method and their modules: a hook of the server is of no use at a client, nor the reverse."""
 
 _METHOD_LIKE = (property, cached_property, classmethod, staticmethod, partialmethod)
 
@@ -31,7 +32,7 @@ def reject_misspelt_hooks(cls: type) -> None:
     has are overrides. Fields, and names that begin with an underscore, may be anything. A method with the exact name of
     a hook of the other of ``METHOD_CLASSES`` is rejected as well.
     """
-    library_bases = [base for base in cls.__mro__[1:] if base.__module__.partition(".")[0] == "fedstill"]
+    library_bases = [base for base in cls.__mro__[1:] if _is_of_library(base)]
     inherited = {name for base in cls.__mro__[1:] for name in vars(base)}
 
     for name, value in _public(cls):
@@ -89,13 +90,20 @@ def _is_method(value: object) -> bool:
 
 
 def _owner_elsewhere(cls: type, name: str) -> type | None:
-    """Whose hook a name is, if not of this class: the other of ``METHOD_CLASSES``; None if it is no hook."""
-    if not any(issubclass(cls, base) for base in METHOD_CLASSES):
+    """Whose hook a name is, if not of a user's class: the other of ``METHOD_CLASSES``; None if it is no hook."""
+    if _is_of_library(cls):  # both modules may still be under way
         return None
-    for base in METHOD_CLASSES:
+    bases = [getattr(importlib.import_module(module), base) for base, module in METHOD_CLASSES.items()]
+    if not issubclass(cls, tuple(bases)):
+        return None
+    for base in bases:
         if not issubclass(cls, base) and name in _names(base, methods=True):
-            return base
+            return base  # type: ignore[no-any-return]
     return None
+
+
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "fedstill"
 
 
 def _reject(cls: type, name: str, value: Any, remedy: str) -> None:

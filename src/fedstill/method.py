@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedstill.aggregate import weighted_mean
 from fedstill.fields import check_ranges
-from fedstill.hooks import METHOD_CLASSES, reject_misspelt_hooks
+from fedstill.hooks import reject_misspelt_hooks
 from fedstill.models.contract import predictor
 from fedstill.records import SERVER, Payload, Plan, Reply, Stage, State, World
 from fedstill.trees import zeros_like
@@ -150,6 +150,3 @@ class Method:
         As it stands the global model, if there is one.
         """
         return {"global": predictor(state.model or world.model(SERVER), state.params)} if state.params else {}
-
-
-METHOD_CLASSES.append(Method)

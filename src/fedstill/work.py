@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedstill.hooks import METHOD_CLASSES, reject_misspelt_hooks
+from fedstill.hooks import reject_misspelt_hooks
 from fedstill.losses import cross_entropy
 from fedstill.records import KEEP, NOTHING, Carry, ModelSpec, Payload, Ran, Step, Teacher, Tensors, View, World
 from fedstill.stream import OFF
@@ -84,9 +84,6 @@ class ClientWork:
     def trainable(self, name: str) -> bool:
         """Whether the parameter of this name is trained."""
         return True
-
-
-METHOD_CLASSES.append(ClientWork)
 
 
 class Census(ClientWork):
