@@ -147,9 +147,10 @@ def explained(config: Path) -> Iterator[tuple[str, Fields]]:
     """
     for name, changes in EXPLAINED.items():
         text = command("explain", str(config), *changes)
-        values = [match.groups() for line in lines(text) if (match := RESOLVED.match(line))]
+        matches = [match for line in lines(text) if (match := RESOLVED.match(line))]
+        values = {match[1]: match[2] for match in matches}
         arithmetic = text[text.index("stages a round") :]
-        yield f"outputs/explain {name}", {**dict(values), "numbers": numbers(arithmetic)}
+        yield f"outputs/explain {name}", {**values, "numbers": numbers(arithmetic)}
 
 
 def compared(config: Path, folder: Path) -> Iterator[tuple[str, Fields]]:

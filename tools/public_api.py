@@ -9,6 +9,7 @@ source is read, not imported (griffe).
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -147,7 +148,13 @@ def compared(before: Surface, now: Surface) -> Iterator[Change]:
         elif name not in before:
             yield Change(name, "added", "")
         elif before[name] != now[name]:
-            yield Change(name, "signature", f"\n    {before[name]}\n    {now[name]}")
+            yield Change(name, "signature", difference(before[name], now[name]))
+
+
+def difference(before: str, now: str) -> str:
+    """The lines of two signatures that differ."""
+    lines = difflib.ndiff(before.splitlines(), now.splitlines())
+    return "".join(f"\n    {line}" for line in lines if line.startswith(("-", "+")))
 
 
 def report(changes: Sequence[Change], reasons: Mapping[tuple[str, str], str], count: int) -> int:
